@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks with a bug."""
+"""Hooks that raise, for tests of how engines survive it."""
 
 from collections.abc import Callable
 from typing import Any
 
 
 def fails_from(hook: Callable[..., Any], nth_call: int) -> Callable[..., Any]:
-    """The same hook, with a bug: it raises in that call and later, at its end or at its start."""
+    """Return `hook` with a bug: from the n-th call on it raises, before or after its work."""
     calls = 0
 
     def broken(*args: Any, **kwargs: Any) -> Any:

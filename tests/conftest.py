@@ -23,10 +23,10 @@ LOGS = CACHE / "logs" / "tests"
 
 StartEngine = Callable[..., EngineProcess]
 
-# A shell has what it starts in the background ignore Ctrl-C, and so would all that tests start.
+# A shell lets its background jobs ignore SIGINT, and their children would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A busy machine is no defect: hypothesis would fail what takes it 0.2 s.
+# By default hypothesis fails a test that takes longer than 0.2 s, even on a busy machine.
 settings.register_profile("ours", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ours")
 
@@ -52,7 +52,7 @@ def seaweed() -> Iterator[SeaweedFS]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Have `time.monotonic` tell a time that the test can put forward."""
+    """Replace `time.monotonic` by a clock that the test can advance."""
     clock = Clock()
     monkeypatch.setattr(time, "monotonic", clock.now_s)
     return clock
@@ -60,7 +60,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[EngineForks]:
-    """Processes that have imported vLLM, one for each model runner, of which engines are forked."""
+    """Start processes that have imported vLLM, one for each model runner, to fork engines from."""
     logs = LOGS / "forks"
     shutil.rmtree(logs, ignore_errors=True)
     with closing(engine_forks(logs)) as forks:
@@ -69,7 +69,7 @@ def forks() -> Iterator[EngineForks]:
 
 @contextmanager
 def engines(logs: Path, model: Path, forks: EngineForks) -> Iterator[StartEngine]:
-    """Give a function that starts engines, which live as long as the block; see `engine`."""
+    """Yield a function that starts engines, which live as long as the block; see `engine`."""
     shutil.rmtree(logs, ignore_errors=True)
     default = model
     with ExitStack() as stack:
@@ -99,8 +99,8 @@ def engines(logs: Path, model: Path, forks: EngineForks) -> Iterator[StartEngine
 
 @pytest.fixture(scope="session")
 def plain(vlm: Path, forks: EngineForks) -> Iterator[EngineProcess]:
-    """The engine without connectors that gives the expected tokens; for all tests, which stop it
-    never. It may still be starting: call `wait_ready()` after all others have been started.
+    """The engine without connectors that gives the expected tokens. All tests share it, so none may
+    stop it. It may still be starting: call `wait_ready()` after all others have been started.
     """
     with engines(LOGS / "plain", vlm, forks) as start:
         yield start("plain")
@@ -121,8 +121,8 @@ def engine(
 
     `engine(name, *arguments, model=, environment=, runner=, python=, as_users=)` returns at once:
     start all, then call `wait_ready()` on each. Arguments are vLLM's, after those of SMALL_ENGINE.
-    Tests of another `runner` get engines of their own. With `as_users` it starts as users start
-    theirs; else it is forked from `forks` if they have one of its environment.
+    Tests of another `runner` get other engines. With `as_users` it starts as users start theirs;
+    otherwise it is forked from `forks`, if they have one with its environment.
     """
     with engines(LOGS / f"{request.module.__name__}.{runner}", vlm, forks) as start:
         yield start

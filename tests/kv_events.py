@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine has published of its KV cache, asked for as a latecomer asks vLLM's publisher."""
+"""The KV cache events of an engine, read from vLLM's publisher as by a late subscriber."""
 
 import json
 from collections.abc import Callable
@@ -19,13 +19,13 @@ _ANSWER_MS = 20_000
 
 @dataclass(frozen=True)
 class Subscriber:
-    """Of one engine, by way of sockets in `folder`."""
+    """A subscriber to one engine, by sockets in `folder`."""
 
     folder: Path
 
     @property
     def config(self) -> dict[str, Any]:
-        """vLLM's `--kv-events-config`."""
+        """The value of vLLM's `--kv-events-config`."""
         return {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
@@ -38,7 +38,7 @@ class Subscriber:
         return f"--kv-events-config={json.dumps(self.config)}"
 
     def events(self) -> list[Any]:
-        """All events so far."""
+        """Return all events so far."""
         decoder = msgspec.msgpack.Decoder(KVEventBatch)
         with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
             socket.linger = 0
@@ -53,7 +53,7 @@ class Subscriber:
         raise AssertionError("the publisher does not answer")
 
     def wait(self, until: Callable[["Followed"], bool]) -> "Followed":
-        """What the events so far come to, once `until` says yes to it."""
+        """Return the state after all events so far, once `until` is true of it."""
         followed = Followed([])
 
         def is_so() -> bool:
@@ -66,7 +66,7 @@ class Subscriber:
 
 
 class Followed:
-    """What somebody believes who follows these events."""
+    """The state that a follower of these events has."""
 
     def __init__(self, events: list[Any]) -> None:
         self.of_store = [event for event in events if getattr(event, "medium", "") == "STORAGE"]
@@ -84,5 +84,5 @@ class Followed:
                 assert not new & self.stored, "announced twice"
                 self.stored |= new
             else:
-                assert new <= self.stored, "withdrawn, and was never there"
+                assert new <= self.stored, "removed, but never announced"
                 self.stored -= new

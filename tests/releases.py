@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which vLLM the tests run on, and what the older ones lack."""
+"""The vLLM release under test, and marks for what older releases lack."""
 
 import pytest
 from vllm import __version__
@@ -17,7 +17,7 @@ CAN_GUESS = VLLM >= (0, 31)
 needs_guesses = pytest.mark.skipif(
     not CAN_GUESS, reason="until 0.31 vLLM's CPU engines die of the first token they guess"
 )
-# Earlier ones were not tried: P may look for an image only once.
+# Not tried with earlier releases, where P may look for an image only once.
 ANNOUNCES_AT_EVERY_ENDPOINT = VLLM >= (0, 32)
 needs_comments = pytest.mark.skipif(
     VLLM < (0, 32), reason="vLLM keeps idle streams in use, by comments, since 0.32"
@@ -28,7 +28,7 @@ needs_hit_sources = pytest.mark.skipif(
 needs_adapter_hashes = pytest.mark.skipif(
     VLLM < (0, 31), reason="until 0.31 vLLM's block hashes tell LoRA adapters apart by name alone"
 )
-# A request whose load cannot have its blocks yet stands before one whose load has ended.
+# Earlier a request that waits for blocks to load into may block one whose load has ended.
 loads_may_hang = pytest.mark.skipif(
     VLLM < (0, 31), reason="until 0.31 vLLM may wait for ever where loads fill its cache"
 )

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connector that stands beside ours below vLLM's MultiConnector, and brings wrong KV.
+"""A connector beside ours below vLLM's MultiConnector, which loads wrong KV.
 
-It is asked as NIXL is: params with `do_remote_prefill` that tell where P is. It takes such a
-request once, and says so in its params. With the option `brings` = `always` it brings KV for all
-requests, whenever vLLM asks, as a connector that offloads does.
+Requests address it as they address NIXL: by params with `do_remote_prefill` that name P's host. It
+loads such a request once, and records that in the params. With the option `brings` = `always` it
+loads KV for all requests whenever vLLM asks, as an offloading connector does.
 
-Of real engines it fills the blocks with noise. No error is reported, as NIXL reports none if P has
-other KV in its blocks by then. Unless `remote_fails` of the params says so: `request` (all of it)
-or `blocks` (from the first one on).
+In real engines it fills the blocks with noise. It reports no error, as NIXL reports none if P's
+blocks hold other KV by then, unless `remote_fails` of the params says so: `request` (all of it) or
+`blocks` (from the first one on).
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from vllm.v1.request import Request
 
 
 def from_prefiller(**more: Any) -> dict[str, Any]:
-    """The params of a request that the sibling takes. `more`: such as `fails`, `tokens`."""
+    """Return the params of a request that the sibling loads. `more`: such as `fails`, `tokens`."""
     fields = {f"remote_{name}": value for name, value in more.items()}
     return {"do_remote_prefill": True, "remote_host": "10.0.0.1", **fields}
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the worker halves ask of a GPU, counted on a CPU that is taken for one.
+"""Device operations of the worker halves, counted on a CPU that stands in for a GPU.
 
-Operations of torch in a hook would be launches, allocations and, some of them, waits for the
-device. Copies of blocks are calls to the driver.
+On a GPU torch's operations in a hook are launches, allocations and sometimes waits for the device.
+Copies of blocks are calls to the driver.
 """
 
 import threading
@@ -28,19 +28,19 @@ CHUNK_BLOCKS = 16
 CHUNKS = 4
 SIZES = replace(EIGHT_B, blocks=CHUNKS * CHUNK_BLOCKS)
 MIB = 1 << 20
-# These wait for the device if one of their tensors is there.
+# These wait for the device if one of their tensors is on it.
 WAITS = {"_local_scalar_dense", "_to_copy", "equal", "is_nonzero", "nonzero", "tensor", "tolist"}
 
 
 class Device:
-    """Notes what is asked of the device, by thread."""
+    """Records launches and operations by thread."""
 
     def __init__(self, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gpu = gpu
         self.launches: list[str] = []
-        """Of copies, waits on the device, and events: the name of the thread."""
+        """The thread of each copy, device-side wait and event."""
         self.operations: list[tuple[str, str]] = []
-        """Of torch, without views: the thread, and which."""
+        """The thread and name of each torch operation, without views."""
         self._is_at_work = threading.local()
         self._note(monkeypatch, Stream, "launch")
         self._note(monkeypatch, Event, "record")
@@ -65,7 +65,7 @@ class Device:
         monkeypatch.setattr(kind, name, noted)
 
     def watch(self) -> None:
-        """Note what this thread asks for from now on."""
+        """Record the operations of this thread from now on."""
         for mode in (Dispatched, Called):
             mode(self).__enter__()  # type: ignore[no-untyped-call]
 
@@ -75,20 +75,20 @@ class Device:
 
     @contextmanager
     def hook(self) -> Iterator[None]:
-        """Note what the body asks for, from nothing on."""
+        """Clear the records, and record the operations of the body."""
         self.launches.clear()
         self.operations.clear()
         with Dispatched(self), Called(self):
             yield
 
     def of_hooks(self) -> list[str]:
-        """The operations of torch on this thread."""
+        """Return the torch operations of this thread."""
         own = threading.current_thread().name
         return [name for thread, name in self.operations if thread == own]
 
 
 class Dispatched(TorchDispatchMode):
-    """Notes the operations of its thread that are no views, and not the device's own work."""
+    """Records the operations of its thread, without views and the device's own work."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -103,7 +103,7 @@ class Dispatched(TorchDispatchMode):
 
 
 class Called(TorchFunctionMode):
-    """Notes the calls of its thread that are no operations of a CPU, but would be of a device."""
+    """Records calls of its thread that are operations only on a device."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Called(TorchFunctionMode):
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device(stand_in(monkeypatch), monkeypatch)
-    # All threads of the worker halves begin with it.
+    # All threads of the worker halves call it at their start.
     monkeypatch.setattr(workers, "device_selector", lambda _: device.watch)
     return device
 
@@ -135,7 +135,7 @@ def cache(layout: str = "LBHNC") -> Tensor:
 
 
 def pieces(count: int = CHUNKS) -> list[Any]:
-    """Chunks whose blocks lie in no order."""
+    """Make chunks with unordered block ids."""
     ids = [number * 7 % SIZES.blocks for number in range(count * CHUNK_BLOCKS)]
     return chunks(ids, CHUNK_BLOCKS, SIZES.block_tokens, prompt=str(count))
 
@@ -143,7 +143,7 @@ def pieces(count: int = CHUNKS) -> list[Any]:
 @pytest.mark.parametrize(
     ("layout", "stored_dtype"), [*((each, "auto") for each in LAYOUTS), (LAYOUTS[0], "fp8")]
 )
-def test_a_step_launches_as_much_for_many_saves_as_for_one(
+def test_many_saves_in_a_step_launch_as_much_as_one(
     device: Device, bench: Bench, layout: str, stored_dtype: Any
 ) -> None:
     counts, own = set(), {"buffer_bytes": 256 * MIB, "stored_dtype": stored_dtype}
@@ -162,8 +162,8 @@ def test_a_step_launches_as_much_for_many_saves_as_for_one(
     assert max(counts) <= 2 * SIZES.layers
 
 
-def test_a_step_launches_nothing_for_loads_but_a_mark(device: Device, bench: Bench) -> None:
-    """Their copies are launched by other threads, as many as buffers are filled for a chunk."""
+def test_hooks_launch_only_one_event_for_loads(device: Device, bench: Bench) -> None:
+    """Other threads launch the copies, one for each filled buffer."""
     source, target, store = cache(), cache(), bench.folder()
     fill(source, 1)
     with KVHost(bench, source, store, buffer_bytes=256 * MIB) as host:
@@ -183,9 +183,7 @@ def test_a_step_launches_nothing_for_loads_but_a_mark(device: Device, bench: Ben
     assert torch.equal(bits(source), bits(target))
 
 
-def test_hooks_of_steps_without_orders_ask_nothing_of_the_device(
-    device: Device, bench: Bench
-) -> None:
+def test_hooks_without_orders_call_no_device_operation(device: Device, bench: Bench) -> None:
     with KVHost(bench, cache(), bench.folder()) as host:
         with device.hook():
             host.save_leaving()
@@ -197,8 +195,8 @@ def test_hooks_of_steps_without_orders_ask_nothing_of_the_device(
         assert len(device.launches) == 1
 
 
-def test_hooks_for_embeddings_wait_for_nothing(device: Device, bench: Bench) -> None:
-    """To save one is one copy. To load one takes memory for it, and is two copies."""
+def test_hooks_for_embeddings_do_not_wait_for_the_device(device: Device, bench: Bench) -> None:
+    """A save is one copy. A load allocates memory and is two copies."""
     embedding = drawn(1000, 64, torch.bfloat16, torch.device("cpu"))
     with EncoderHost(bench, bench.folder()) as host:
         host.encode("warm up", embedding)
@@ -225,7 +223,7 @@ def test_hooks_for_embeddings_wait_for_nothing(device: Device, bench: Bench) -> 
         lambda: bool(torch.ones(1)),
     ],
 )
-def test_what_waits_is_noticed(device: Device, operation: Callable[[], object]) -> None:
+def test_waiting_operations_are_detected(device: Device, operation: Callable[[], object]) -> None:
     with device.hook():
         operation()
     assert WAITS & set(device.of_hooks())

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("ecshare", "kvshare")
 # What each room of modules may import, besides itself and the bare package `ecshare`. A module
-# belongs to the room with the longest name that begins its own.
+# belongs to the room with the longest prefix of its name.
 STORE = {"ecshare.store"} | {f"ecshare.store.{room}" for room in ("cloud", "folder", "fsspec")}
 STORE |= {"ecshare.store.hostcache"}
 TRANSFER = {"ecshare.transfer", "ecshare.transfer.jobs"}
@@ -62,7 +62,7 @@ ALLOWED = {
     "ecshare.__main__": {"ecshare.cli"},
 }
 FRONT = ("ecshare.cli", "ecshare.doctor", "ecshare.__main__")
-# Rooms that must work where torch or vLLM is not installed, or is slow to import.
+# Rooms that must work without torch or vLLM, or must be fast to import.
 LIGHT = {"torch", "vllm", "transformers"}
 WITHOUT = {
     "ecshare.store": LIGHT,
@@ -104,7 +104,7 @@ def room(module: str, rooms: Iterable[str] = ALLOWED) -> str:
 
 
 def imported(module: str) -> set[str]:
-    """Every module that the source of `module` names in an import, wherever it stands."""
+    """Return every module that the source of `module` imports, also inside functions."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(ALL_MODULES[module].read_text())):
         if isinstance(node, ast.Import):
@@ -130,12 +130,12 @@ def test_imports_point_down() -> None:
     assert not upwards
 
 
-def test_every_module_has_a_room() -> None:
-    """Only the bare package is in the room `ecshare`: a new module must be put somewhere."""
+def test_every_module_belongs_to_a_package_with_rules() -> None:
+    """Only the bare package is in the room `ecshare`: a new module needs a room."""
     assert [name for name in MODULES if room(name) in ("ecshare", "")] == ["ecshare"]
 
 
-def test_a_room_does_not_know_what_only_higher_ones_need() -> None:
+def test_light_packages_do_not_import_heavy_ones() -> None:
     heavy = {
         (module, package)
         for module in MODULES
@@ -145,22 +145,22 @@ def test_a_room_does_not_know_what_only_higher_ones_need() -> None:
     assert not heavy
 
 
-def test_no_modules_import_each_other() -> None:
-    """Neither within a layer nor by imports inside functions."""
+def test_modules_have_no_import_cycles() -> None:
+    """This includes cycles within a layer and imports inside functions."""
     left = {name: imported(name) & ALL_MODULES.keys() - {name} for name in ALL_MODULES}
     while free := {name for name, needed in left.items() if not needed & left.keys()}:
         left = {name: needed for name, needed in left.items() if name not in free}
     assert not left
 
 
-def test_the_product_needs_nothing_of_the_repository() -> None:
-    """Of `lab`, tests and benchmarks, which the wheel does not hold."""
+def test_product_imports_nothing_outside_the_wheel() -> None:
+    """The wheel holds neither `lab`, tests nor benchmarks."""
     others = {"lab", "tests", "benchmarks", "examples", "scripts"}
     packages = {name: {each.partition(".")[0] for each in imported(name)} for name in MODULES}
     assert not {name for name in MODULES if packages[name] & others}
 
 
-def test_what_tests_and_benchmarks_share_is_in_the_lab() -> None:
+def test_lab_and_benchmarks_do_not_import_tests() -> None:
     others = ALL_MODULES.keys() - MODULES.keys()
     assert not {
         (module, name)
@@ -170,8 +170,8 @@ def test_what_tests_and_benchmarks_share_is_in_the_lab() -> None:
     }
 
 
-def test_halves_never_import_each_other() -> None:
-    """They live in different processes: what they share is in messages.py."""
+def test_scheduler_and_worker_halves_never_import_each_other() -> None:
+    """They run in different processes. What they share is in messages.py."""
     for package in ("ecshare.encoder", "kvshare"):
         scheduler, worker = f"{package}.scheduler", f"{package}.worker"
         assert {room(name) for name in MODULES} >= {scheduler, worker}
@@ -180,13 +180,13 @@ def test_halves_never_import_each_other() -> None:
 
 
 def loaded_by(statement: str) -> set[str]:
-    """The modules that a fresh Python has after `statement`."""
+    """Return the modules that a new Python process has loaded after `statement`."""
     program = f"import sys; {statement}; print(*sys.modules)"
     ran = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE)
     return set(ran.stdout.decode().split())
 
 
-def test_the_front_door_loads_neither_torch_nor_vllm_nor_the_router() -> None:
+def test_cli_and_doctor_load_neither_torch_vllm_nor_router() -> None:
     front = [name for name in MODULES if room(name) in FRONT]
     assert {"ecshare.cli", "ecshare.doctor.targets"} <= set(front)
     loaded = loaded_by(f"import {', '.join(name for name in front if name != 'ecshare.__main__')}")
@@ -204,7 +204,7 @@ def test_light_modules_stay_light(package: str) -> None:
 
 
 def test_connectors_load_neither_half_and_no_storage_client() -> None:
-    """vLLM imports them in its front-end process too, which needs neither."""
+    """vLLM imports connectors in its front-end process too, which needs neither."""
     loaded = loaded_by("import ecshare.connector, kvshare.connector")
     assert not {name for name in loaded if ".scheduler" in room(name) or ".worker" in room(name)}
     assert not loaded & {"fsspec", "s3fs", "obstore"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which facts separate two engines, on vLLM's own configuration objects."""
+"""The facts that give engines different namespaces, from vLLM's own configuration objects."""
 
 import logging
 import shutil
@@ -39,11 +39,11 @@ Digest = Callable[..., str]
 
 
 @both
-def test_equal_engines_share(vlm: Path, base: VllmConfig, namespace: Digest) -> None:
+def test_equal_engines_share_a_namespace(vlm: Path, base: VllmConfig, namespace: Digest) -> None:
     assert namespace(configure(vlm)) == namespace(base)
 
 
-def test_embeddings_and_kv_never_share(base: VllmConfig) -> None:
+def test_embeddings_and_kv_have_separate_namespaces(base: VllmConfig) -> None:
     assert encoder(base) != kv(base)
 
 
@@ -58,29 +58,29 @@ def test_embeddings_and_kv_never_share(base: VllmConfig) -> None:
         {"video_pruning_rate": 0.5},
     ],
 )
-def test_what_changes_bytes_separates(
+def test_options_that_change_bytes_change_the_namespace(
     vlm: Path, base: VllmConfig, namespace: Digest, changes: dict[str, Any]
 ) -> None:
     assert namespace(configure(vlm, **changes)) != namespace(base)
 
 
 @both
-def test_the_epoch_separates(base: VllmConfig, namespace: Digest) -> None:
+def test_epoch_changes_the_namespace(base: VllmConfig, namespace: Digest) -> None:
     assert namespace(base, "after-the-update") != namespace(base)
 
 
-def test_kv_in_8_bits_is_apart(base: VllmConfig) -> None:
+def test_fp8_kv_has_its_own_namespace(base: VllmConfig) -> None:
     assert kv_namespace(base, "", stored_dtype="fp8").digest != kv(base)
     assert kv_namespace(base, "", stored_dtype="auto").digest == kv(base)
 
 
-def test_compressed_kv_is_apart(base: VllmConfig) -> None:
+def test_compressed_kv_has_its_own_namespace(base: VllmConfig) -> None:
     assert kv_namespace(base, "", compression="zstd").digest != kv(base)
     assert kv_namespace(base, "", compression="none").digest == kv(base)
 
 
 @both
-def test_the_method_of_video_pruning_separates(vlm: Path, namespace: Digest) -> None:
+def test_video_pruning_method_changes_the_namespace(vlm: Path, namespace: Digest) -> None:
     config = configure(vlm, video_pruning_rate=0.5)
     before = namespace(config)
     config.model_config.multimodal_config.video_pruning_method = "another"  # type: ignore
@@ -88,7 +88,7 @@ def test_the_method_of_video_pruning_separates(vlm: Path, namespace: Digest) -> 
 
 
 @both
-def test_where_weights_lie_counts_where_they_cannot_be_read(
+def test_location_of_unreadable_weights_changes_the_namespace(
     vlm: Path, tmp_path: Path, namespace: Digest
 ) -> None:
     shutil.copytree(vlm, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
@@ -103,10 +103,10 @@ def test_where_weights_lie_counts_where_they_cannot_be_read(
 
 
 @both
-def test_the_device_on_which_media_are_prepared_does_not_count(
+def test_media_processing_device_keeps_the_namespace(
     vlm: Path, base: VllmConfig, namespace: Digest
 ) -> None:
-    """vLLM sets these itself, of encode engines alone."""
+    """vLLM sets these options itself, and only for encode engines."""
     config = configure(vlm)
     multimodal = config.model_config.multimodal_config
     assert multimodal is not None
@@ -118,7 +118,7 @@ def test_the_device_on_which_media_are_prepared_does_not_count(
 
 
 @both
-def test_scales_of_an_encoder_of_8_bits_count_by_content(
+def test_fp8_encoder_scales_count_by_content(
     vlm: Path, base: VllmConfig, tmp_path: Path, namespace: Digest
 ) -> None:
     config = configure(vlm)
@@ -133,7 +133,7 @@ def test_scales_of_an_encoder_of_8_bits_count_by_content(
 
 
 @both
-def test_another_configuration_file_separates(
+def test_another_configuration_file_changes_the_namespace(
     vlm: Path, base: VllmConfig, tmp_path: Path, namespace: Digest
 ) -> None:
     shutil.copy(vlm / "config.json", tmp_path)
@@ -141,7 +141,7 @@ def test_another_configuration_file_separates(
 
 
 @pytest.mark.parametrize("is_nested", [False, True])
-def test_kv_of_the_other_factors_of_longrope_is_apart(vlm: Path, is_nested: bool) -> None:
+def test_longrope_factors_change_the_kv_namespace(vlm: Path, is_nested: bool) -> None:
     def digest(max_model_len: int) -> str:
         config = configure(vlm, max_model_len=max_model_len)
         factors = {"short_factor": [1.0], "long_factor": [2.0]}
@@ -152,12 +152,12 @@ def test_kv_of_the_other_factors_of_longrope_is_apart(vlm: Path, is_nested: bool
     assert digest(500) == digest(1000) != digest(1001) == digest(2000)
 
 
-def test_the_longest_context_separates_nothing_else(vlm: Path, base: VllmConfig) -> None:
+def test_max_model_len_keeps_the_kv_namespace_without_longrope(vlm: Path, base: VllmConfig) -> None:
     assert kv(configure(vlm, max_model_len=500)) == kv(base)
 
 
 @pytest.mark.parametrize("said", [None, True])
-def test_kv_of_llama_4_depends_on_how_long_contexts_may_be(
+def test_llama_4_kv_depends_on_max_model_len(
     vlm: Path, monkeypatch: pytest.MonkeyPatch, said: bool | None
 ) -> None:
     def digest(max_model_len: int) -> str:
@@ -172,8 +172,8 @@ def test_kv_of_llama_4_depends_on_how_long_contexts_may_be(
     assert (digest(32768) == digest(40000)) == (said is not None)
 
 
-def test_a_model_that_guesses_ahead_is_part_of_kv(vlm: Path, other_vlm: Path) -> None:
-    """Its KV lies in the same blocks. What guesses without a model is none."""
+def test_draft_model_changes_the_kv_namespace(vlm: Path, other_vlm: Path) -> None:
+    """A draft model's KV is in the same blocks. Speculation without a model has none."""
 
     def digest(**guesses: Any) -> str:
         return kv(configure(vlm, speculative_config={"num_speculative_tokens": 2, **guesses}))
@@ -186,8 +186,8 @@ def test_a_model_that_guesses_ahead_is_part_of_kv(vlm: Path, other_vlm: Path) ->
     assert kv(config) != plain
 
 
-def test_which_layers_keep_another_dtype_separates_kv(vlm: Path) -> None:
-    """Shapes and counts are equal, bytes are not: one layer of each engine is not in 8 bits."""
+def test_layers_skipped_by_fp8_change_the_kv_namespace(vlm: Path) -> None:
+    """Shapes are equal but bytes are not: one layer of each engine is not in 8 bits."""
 
     def digest(*layers: str) -> str:
         own = {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": list(layers)}
@@ -197,16 +197,16 @@ def test_which_layers_keep_another_dtype_separates_kv(vlm: Path) -> None:
     assert len({digest(), digest("0"), digest("1")}) == 3
 
 
-def test_block_size_separates_kv_only(vlm: Path, base: VllmConfig) -> None:
+def test_block_size_changes_only_the_kv_namespace(vlm: Path, base: VllmConfig) -> None:
     other = configure(vlm, block_size=32)
     assert kv(other) != kv(base)
     assert encoder(other) == encoder(base)
 
 
-def test_releases_share_kv_if_somebody_has_compared_them(
+def test_vllm_releases_share_kv_only_if_known_to_be_equal(
     base: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Embeddings are plain tensors, whatever the release."""
+    """Embeddings are plain tensors in every release."""
 
     def digests(*releases: str) -> set[str]:
         found = set()
@@ -224,22 +224,22 @@ def test_releases_share_kv_if_somebody_has_compared_them(
 
 
 @both
-def test_other_weights_under_the_same_name_separate(
+def test_other_weights_of_the_same_name_change_the_namespace(
     vlm: Path, other_vlm: Path, tmp_path: Path, namespace: Digest
 ) -> None:
     digests = set()
     for number, weights in enumerate((vlm, other_vlm)):
-        # The same text for --model on two hosts with other files; here, one after the other.
+        # Simulates two hosts with the same --model path and other files.
         path = tmp_path / "model"
         path.symlink_to(weights)
         config = configure(path)
-        config.load_config.download_dir = str(number)  # past the fingerprint that is remembered
+        config.load_config.download_dir = str(number)  # avoids the cached fingerprint
         digests.add(namespace(config))
         path.unlink()
     assert len(digests) == 2
 
 
-def test_files_that_cannot_be_found_leave_the_name_and_say_so(
+def test_missing_weight_files_fall_back_to_the_name_with_a_warning(
     vlm: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.copytree(vlm, tmp_path / "model")
@@ -265,31 +265,31 @@ DEEPSTACK = SimpleNamespace(deepstack_visual_indexes=[8, 16, 24])
 PLAIN = SimpleNamespace()
 
 
-def test_a_plain_encoder_gives_the_text_width_alone(base: VllmConfig) -> None:
+def test_plain_encoder_has_only_the_text_width(base: VllmConfig) -> None:
     assert encoder_widths(base) == {base.model_config.get_hidden_size()}
     assert widths(SimpleNamespace(vision_config=PLAIN)) == {32}
 
 
-def test_a_deepstack_encoder_is_wider() -> None:
+def test_deepstack_encoder_is_wider() -> None:
     assert widths(SimpleNamespace(vision_config=DEEPSTACK)) == {4 * 32}
     assert widths(SimpleNamespace(vision_config=DEEPSTACK), video_pruning_rate=0.0) == {4 * 32}
 
 
-def test_sound_beside_a_deepstack_encoder_has_the_text_width() -> None:
-    """Qwen3-Omni, whose towers belong to its thinker."""
+def test_audio_beside_a_deepstack_encoder_has_the_text_width() -> None:
+    """In Qwen3-Omni the encoders belong to the thinker."""
     thinker = SimpleNamespace(vision_config=DEEPSTACK, audio_config=PLAIN)
     assert widths(SimpleNamespace(thinker_config=thinker)) == {32, 4 * 32}
 
 
-def test_video_pruning_appends_positions() -> None:
-    """Qwen2.5-VL four columns, Qwen3-VL five, both to images too; other models none."""
+def test_video_pruning_adds_position_columns() -> None:
+    """Qwen2.5-VL adds four, Qwen3-VL five, both also to images; other models add none."""
     pruned = widths(SimpleNamespace(vision_config=DEEPSTACK), video_pruning_rate=0.5)
     assert pruned == {128, 128 + 4, 128 + 5}
     assert widths(SimpleNamespace(vision_config=PLAIN), video_pruning_rate=0.5) == {32, 36, 37}
 
 
 def test_granite_4_vision_packs_every_level() -> None:
-    """The language model's embedding is none of them."""
+    """The language model's embedding is not one of the levels."""
     granite = SimpleNamespace(
         vision_config=PLAIN,
         deepstack_layer_map=[[-19, 9], [-13, 6]],
@@ -307,7 +307,7 @@ def test_granite_4_vision_packs_every_level() -> None:
         ({}, 9, 3),
     ],
 )
-def test_moss_audio_packs_the_levels_that_it_injects(
+def test_moss_audio_packs_the_injected_levels(
     audio: Any, injected: int | None, levels: int
 ) -> None:
     moss = SimpleNamespace(

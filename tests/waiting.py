@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tests wait for other threads and processes, and let time pass without waiting."""
+"""Waiting for other threads and processes, and clocks that a test can advance."""
 
 import asyncio
 import inspect
@@ -18,7 +18,7 @@ def wait_until(
     otherwise: str = "",
     pause_s: float = _PAUSE_S,
 ) -> None:
-    """Return as soon as it is so. `pause_s`: between two questions, where each one costs much.
+    """Return as soon as `is_so` returns true. `pause_s`: between two calls, if each is expensive.
 
     Raises:
         AssertionError: it is not within `within_s`; says `otherwise`.
@@ -41,7 +41,7 @@ async def until(is_so: Callable[[], object], within_s: float = _WITHIN_S) -> Non
 
 
 class LoopClock:
-    """The running event loop's time, which a test can put forward: its timers notice at once."""
+    """The running event loop's time, which a test can advance; due timers fire at once."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         loop = asyncio.get_running_loop()
@@ -55,7 +55,7 @@ class LoopClock:
 
 
 class Clock:
-    """`time.monotonic` of this process, which a test can put forward.
+    """`time.monotonic` of this process, which a test can advance.
 
     Threads that sleep or poll notice it when they wake up.
     """
@@ -65,7 +65,7 @@ class Clock:
         self._ahead_s = 0.0
 
     def now_s(self) -> float:
-        """What `time.monotonic` returns."""
+        """Return the time of `time.monotonic`."""
         return self._real_s() + self._ahead_s
 
     def forward(self, seconds: float) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each benchmark runs from start to end and has a number in every row. No figure is judged."""
+"""Each benchmark runs to its end and has a number in every row. The values are not checked."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ import pytest
 from tests.nightly import nightly
 
 REPOSITORY = Path(__file__).parents[2]
-# Rows that say in words why they have no number.
+# Marks rows that explain why they have no number.
 EXCUSE = "cannot use S3"
 NEEDS_NAMESPACES = pytest.mark.skipif(
     shutil.which("unshare") is None
@@ -31,7 +31,7 @@ NEEDS_NAMESPACES = pytest.mark.skipif(
         "codecs",
         *nightly("store", "in_flight", "gpu", "load_or_compute"),
         pytest.param("router_hostile", marks=[NEEDS_NAMESPACES, pytest.mark.nightly]),
-        # No engine is started, but to load and configure vLLM takes as long.
+        # They start no engine, but loading and configuring vLLM takes as long.
         pytest.param("encoder_cache", marks=pytest.mark.engine),
         pytest.param("kv_cache", marks=pytest.mark.engine),
         pytest.param("encoder_engines", marks=[pytest.mark.engine, pytest.mark.models]),
@@ -42,7 +42,7 @@ NEEDS_NAMESPACES = pytest.mark.skipif(
         pytest.param("balance", marks=[pytest.mark.engine, pytest.mark.models]),
     ],
 )
-def test_every_row_has_numbers(program: str, tmp_path: Path) -> None:
+def test_every_row_of_a_benchmark_has_numbers(program: str, tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{program}", "--quick", "--results", str(tmp_path)],
         cwd=REPOSITORY,
@@ -65,7 +65,7 @@ def test_every_row_has_numbers(program: str, tmp_path: Path) -> None:
 
 
 def check(row: dict[str, Any]) -> None:
-    # Times and rates are fractions; sizes and counts are whole, or name the row.
+    # Times and rates are floats; sizes and counts are integers or part of the row's name.
     figures = [cell for name, cell in row.items() if isinstance(cell, float) and name != "MB"]
     if not figures:
         assert any(EXCUSE in str(cell) for cell in row.values()), row

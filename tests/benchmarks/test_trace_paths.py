@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paths of a save and a load are counted, and do not grow."""
+"""The call paths of a save and a load do not grow."""
 
 import re
 
@@ -9,7 +9,7 @@ from benchmarks import trace_paths
 
 # Files, changes of file, types of kvshare.
 MOST = {"save": (12, 28, 0), "fetch": (11, 39, 0), "KV load": (23, 86, 12)}
-# Threads that take turns in another order make a few more changes of file.
+# Another interleaving of threads causes a few more changes of file.
 TRIES = 5
 LINE = re.compile(r"(.+): (\d+) calls, (\d+) files, (\d+) changes of file, .* (\d+) of kvshare")
 
@@ -21,12 +21,12 @@ def counted(capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[int, ...]]:
         said = LINE.fullmatch(line)
         assert said is not None, line
         name, calls, files, changes, types = said.groups()
-        assert int(calls) > int(changes) > int(files) > 5, "hardly anything was seen"
+        assert int(calls) > int(changes) > int(files) > 5, "the trace is almost empty"
         found[name] = (int(files), int(changes), int(types))
     return found
 
 
-def test_each_path_is_as_short_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+def test_traced_paths_do_not_grow(capsys: pytest.CaptureFixture[str]) -> None:
     least = counted(capsys)
     assert [*least] == [*MOST]
     for _ in range(TRIES):

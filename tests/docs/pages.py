@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The repository's prose, as the tests read it."""
+"""Readers for the repository's prose."""
 
 import json
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/architecture.md lists every package of the code, no other, and stays short."""
+"""docs/architecture.md lists exactly the packages of the code, and stays short."""
 
 from tests.docs.pages import ROOT, first_column
 
@@ -7,7 +7,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 ROOTS = ("ecshare", "kvshare", "lab")
 
 
-def test_every_package_is_listed_and_no_other() -> None:
+def test_page_lists_exactly_the_packages() -> None:
     listed = {name for name in first_column(PAGE) if name.partition("/")[0] in ROOTS}
     there = {
         str(path.parent.relative_to(ROOT))
@@ -17,5 +17,5 @@ def test_every_package_is_listed_and_no_other() -> None:
     assert listed == there
 
 
-def test_it_is_short() -> None:
+def test_page_has_at_most_200_lines() -> None:
     assert len(PAGE.read_text().splitlines()) <= 200

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/config.md is written from the types."""
+"""docs/config.md is generated from the types."""
 
 import runpy
 from typing import Annotated
@@ -14,13 +14,13 @@ from tests.docs.pages import ROOT
 PROGRAM = runpy.run_path(str(ROOT / "scripts" / "write_config_docs.py"))
 
 
-def test_the_page_is_what_the_types_say() -> None:
+def test_page_is_generated_from_the_types() -> None:
     written = (ROOT / "docs" / "config.md").read_text()
     assert written == PROGRAM["page"](), "run `make docs`"
 
 
 @pytest.mark.parametrize("page", ["config", "tier"])
-def test_the_pages_name_the_common_options_that_the_tier_refuses(page: str) -> None:
+def test_pages_name_the_common_options_that_the_tier_refuses(page: str) -> None:
     text = " ".join((ROOT / "docs" / f"{page}.md").read_text().split())
     encoder, kv, tier = (
         set(each.__struct_fields__) for each in (EncoderConfig, KVConfig, TierConfig)
@@ -36,7 +36,7 @@ class Example(msgspec.Struct):
     silent: str | None = None
 
 
-def test_options_are_described_by_the_string_below_them() -> None:
+def test_options_are_described_by_their_docstrings() -> None:
     assert PROGRAM["attribute_docstrings"](Example) == {"size_bytes": "One | two three."}
 
 
@@ -44,6 +44,6 @@ def test_options_are_described_by_the_string_below_them() -> None:
     ("index", "kind", "default"),
     [(0, "whole number, above 0", "`3145728` (3 MiB)"), (1, "text", "none")],
 )
-def test_types_and_defaults_are_said_in_words(index: int, kind: str, default: str) -> None:
+def test_types_and_defaults_are_described_in_words(index: int, kind: str, default: str) -> None:
     field = msgspec.inspect.type_info(Example).fields[index]  # type: ignore[attr-defined]
     assert (PROGRAM["type_words"](field.type), PROGRAM["default_words"](field)) == (kind, default)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of docs/costs.md is what its program computes."""
+"""The table of docs/costs.md equals the results of its program."""
 
 import re
 from typing import Any
@@ -10,7 +10,7 @@ PAGE = (ROOT / "docs" / "costs.md").read_text()
 ROW = re.compile(r"^\| `(?P<call>\w+\(.*?\))`: [^|]*\|(?P<figures>[^\n]*)\|$", re.MULTILINE)
 
 
-def test_every_row_is_what_the_program_returns() -> None:
+def test_every_row_equals_the_programs_result() -> None:
     (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     names: dict[str, Any] = {}
     exec(program, names)  # noqa: S102 - it is our own page

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Docstrings say in one way which errors a caller gets: in a `Raises:` section."""
+"""Docstrings name a function's errors in a `Raises:` section and nowhere else."""
 
 import ast
 import re
@@ -18,7 +18,7 @@ INLINE = re.compile(
     r"(?:\w+Error|Object(?:Missing|Corrupt|Unreadable)|Store(?:Unavailable|Denied|Busy)): "
 )
 SPECIAL = ("__init__", "__call__", "__new__")
-INHERITED = re.compile(r"(?:See|As) ")  # the docstring that it names says it
+INHERITED = re.compile(r"(?:See|As) ")  # the docstring it refers to names them
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -54,7 +54,7 @@ def raised(function: Function) -> set[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_errors_stand_in_a_section(path: Path) -> None:
+def test_errors_are_documented_in_a_raises_section(path: Path) -> None:
     for function, docstring, is_public in functions(ast.parse(path.read_text()).body):
         where = f"{path.name}:{function.lineno} {function.name}"
         prose = "\n".join(part.partition("Raises:")[0] for part in docstring.split("\n\n"))

@@ -27,7 +27,7 @@ SECRET = b"0123456789abcdef"
 KEY = object_key(Kind.EC, NAMESPACE, "64::cat")
 
 
-def a_sealed_object() -> bytes:
+def make_sealed_object() -> bytes:
     slab = bytearray(PROLOGUE_BYTES + 24)
     slab[PROLOGUE_BYTES:] = bytes(range(24))
     attributes = {"num_embeds": 3, "metadata": {"image_grid_thw": [1, 2, 6]}}
@@ -35,11 +35,11 @@ def a_sealed_object() -> bytes:
     return bytes(slab)
 
 
-def test_the_snippet_reads_an_object(
+def test_snippet_reads_an_object(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "an object"
-    path.write_bytes(a_sealed_object())
+    path.write_bytes(make_sealed_object())
     (snippet,) = fences(PAGE, "python")
     monkeypatch.setattr(sys, "argv", ["snippet", str(path)])
     exec(compile(snippet, str(PAGE), "exec"), {})  # noqa: S102 - the page's own program
@@ -49,8 +49,8 @@ def test_the_snippet_reads_an_object(
     ]
 
 
-def test_an_object_is_laid_out_as_the_page_says() -> None:
-    body = a_sealed_object()
+def test_object_has_the_documented_layout() -> None:
+    body = make_sealed_object()
     assert int.from_bytes(body[:8], "little") == 4088
     assert body[:4096].rstrip(b" ").endswith(b"}")
     header = json.loads(body[8:4096])
@@ -70,7 +70,7 @@ def test_an_object_is_laid_out_as_the_page_says() -> None:
     assert metadata["ecshare.mac"] == f"blake3:{mac}"
 
 
-def test_keys_are_made_as_the_page_says() -> None:
+def test_keys_have_the_documented_form() -> None:
     facts = {"model": "möwe", "epoch": "", "format": 1}
     assert namespace_digest(facts) == hashlib.sha256(canonical(facts)).hexdigest()[:32]
     text = hashlib.sha256(b"s" + b"64::cat").hexdigest()
@@ -84,16 +84,16 @@ def test_keys_are_made_as_the_page_says() -> None:
     assert key == f"kv/2/{NAMESPACE}/{raw[:2]}/{raw}.t1of2"
 
 
-def test_the_page_names_every_dtype() -> None:
+def test_page_names_every_dtype() -> None:
     assert f"`{' '.join(ITEM_BYTES)}`" in PAGE.read_text()
 
 
-def test_the_page_names_every_fact_of_a_namespace() -> None:
+def test_page_names_every_fact_of_a_namespace() -> None:
     told = {name for name in first_column(PAGE) if not name.startswith("ecshare.")}
     assert told - {"ec", "kv"} == facts_of_the_code()
 
 
-async def test_the_manifest_is_json_and_holds_the_facts(tmp_path: Path) -> None:
+async def test_manifest_is_json_with_the_facts(tmp_path: Path) -> None:
     store = open_store(StoreConfig(url=str(tmp_path)), "options")
     facts = {"model": "möwe", "format": 1}
     namespace = namespace_digest(facts)
@@ -105,7 +105,7 @@ async def test_the_manifest_is_json_and_holds_the_facts(tmp_path: Path) -> None:
 
 
 def facts_of_the_code() -> set[str]:
-    """The names in the dictionaries of the functions that collect facts, without running vLLM."""
+    """Return the dictionary keys in the functions that collect facts, without running vLLM."""
     files = (
         "ecshare/plugin/model_facts",
         "ecshare/encoder/facts",
@@ -128,6 +128,6 @@ def facts_of_the_code() -> set[str]:
 
 
 def canonical(value: Any) -> bytes:
-    """Canonical JSON, by the page's words."""
+    """Return canonical JSON as the page defines it."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return text.encode("ascii")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/gpu.md: its numbers are those of the code."""
+"""The numbers of docs/gpu.md equal those of the code."""
 
 import re
 
@@ -16,7 +16,7 @@ BLOCK_TOKENS = 16
 MIB = 1 << 20
 
 
-def test_sizes_are_what_the_budget_of_saves_reckons_with() -> None:
+def test_sizes_equal_those_of_the_save_budget() -> None:
     config = KVConfig(url="/store")
     chunk_blocks = config.chunk_blocks(BLOCK_TOKENS)
     rows = re.findall(
@@ -50,10 +50,10 @@ def test_sums_of_memory_add_up() -> None:
     assert f"{4 * _LOAD_BUFFER_BYTES // MIB} MiB, or four blocks" in PAGE
 
 
-def test_the_host_caches_part_of_its_disk_is_as_told() -> None:
+def test_host_cache_shares_of_the_disk_are_as_documented() -> None:
     assert folder.SHARE == 0.5
     assert folder.FLOOR_BYTES == folder.ENOUGH_BYTES == GIB
 
 
-def test_it_is_short() -> None:
+def test_page_has_at_most_120_lines() -> None:
     assert len(PAGE.splitlines()) <= 120

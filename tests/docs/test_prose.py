@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pages name is there: links, commands, options. They name no machine of ours."""
+"""Links, commands and options on the pages exist, and the pages name no machine of ours."""
 
 import importlib.util
 import re
@@ -21,7 +21,7 @@ from kvshare.config import KVConfig, parse_tier
 from kvshare.tier.manager import KVShareTier
 from tests.docs.pages import PAGES, ROOT, commands, json_objects
 
-# Programs that the pages tell people to run, and what runs each in CI.
+# Programs that the pages tell people to run, and the file that runs each in CI.
 RUN_BY_TESTS = {
     "examples.shared_cache.two_engines": "tests/engines/test_examples.py",
     "examples.coordinator.ask": "tests/examples/test_coordinator.py",
@@ -29,7 +29,7 @@ RUN_BY_TESTS = {
     "examples/one_box/run.sh": "examples/s3/run.py",
     "examples/one_box/engine.sh": "examples/one_box/run.sh",
 }
-# Checked elsewhere: their own options by vLLM, their JSON below.
+# vLLM checks their own options; their JSON is checked below.
 ENGINES = ("vllm", "vllm.entrypoints.openai.api_server")
 VLLM_OPTIONS = {
     "--allow-credentials",
@@ -70,13 +70,13 @@ every_page = pytest.mark.parametrize(
 
 
 def links(page: Path) -> list[str]:
-    """Return the targets of all links of `page`, those that stand below it as references too."""
+    """Return the targets of all links of `page`, including reference definitions."""
     text = page.read_text()
     return re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"^\[[^]]+\]: (\S+)$", text, re.M)
 
 
 @every_page
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_a_target(page: Path) -> None:
     for target in links(page):
         ours = re.fullmatch(rf"{re.escape(HOME)}/(?:blob|tree)/main/(.+)", target)
         if ours is None and "://" in target:
@@ -87,8 +87,8 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(goal), target
 
 
-def test_links_of_the_readme_work_where_packages_are_listed() -> None:
-    """The wheel carries it as its description: there, no file lies beside it."""
+def test_readme_links_work_on_the_package_index() -> None:
+    """The wheel contains it as its description, without other files beside it."""
     targets = links(ROOT / "README.md")
     assert len(targets) > 10
     assert [target for target in targets if not target.startswith("https://")] == []
@@ -98,7 +98,7 @@ def test_links_of_the_readme_work_where_packages_are_listed() -> None:
     assert {one or other for one, other in named} == defined
 
 
-def test_the_readme_is_read_in_minutes() -> None:
+def test_readme_has_fewer_than_150_lines() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) < 150
 
 
@@ -109,7 +109,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @every_page
-def test_commands_are_ones_that_a_test_runs(page: Path) -> None:
+def test_commands_on_pages_are_run_by_tests(page: Path) -> None:
     for words in commands(page):
         while "=" in words[0]:  # settings before a command
             words = words[1:]
@@ -132,16 +132,16 @@ def make_targets() -> set[str]:
 
 
 def modules_with_help() -> set[str]:
-    """Modules of ours that the pages call by `python -m`. tests/benchmarks runs the benchmarks."""
+    """Return our modules that the pages run by `python -m`, without the benchmarks."""
     text = "\n".join(page.read_text() for page in PAGES)
     return set(re.findall(r"-m ((?:ecshare|lab)(?:\.\w+)*)", text))
 
 
 @pytest.mark.parametrize("module", sorted(modules_with_help()))
-def test_modules_have_help(
+def test_modules_named_on_pages_have_help(
     module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In this process: to import vLLM again would take seconds each."""
+    """It runs in this process, because importing vLLM again would take seconds."""
     program = importlib.import_module(f"{module}.__main__")
     monkeypatch.setattr(sys, "argv", [module, "--help"])
     with pytest.raises(SystemExit) as ended:
@@ -151,7 +151,7 @@ def test_modules_have_help(
 
 
 @pytest.mark.parametrize(("program", "test"), RUN_BY_TESTS.items())
-def test_programs_are_run_by_the_tests_that_claim_it(program: str, test: str) -> None:
+def test_programs_are_run_by_the_named_tests(program: str, test: str) -> None:
     if "/" in program:
         assert (ROOT / program).exists()
         *_, folder, name = program.split("/")
@@ -177,7 +177,7 @@ def test_options_of_connectors_exist(page: Path, monkeypatch: pytest.MonkeyPatch
                 assert said[f"{kind}_connector"] == name
                 roles = {f"{kind}_{role}" for role in ("producer", "consumer", "both")}
                 assert said[f"{kind}_role"] in roles
-        if "url" in said and "stage" not in said:  # else it is an order to the router
+        if "url" in said and "stage" not in said:  # otherwise it is an order to the router
             parse(EncoderConfig, said, "page")
 
 
@@ -232,7 +232,7 @@ def known_flags() -> set[str]:
 
 
 @every_page
-def test_nothing_of_the_machine_it_was_written_on(page: Path) -> None:
+def test_pages_contain_no_machine_paths_or_unknown_hosts(page: Path) -> None:
     text = page.read_text()
     assert not re.findall(r"(?:/root|/home|/work|/tmp|/mnt)/\w+", text)
     hosts = {urlsplit(url).hostname for url in re.findall(r"https?://[^\s)\"'`]+", text)}

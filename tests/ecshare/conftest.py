@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doctor, run as its command does, and engines that store something for it to find."""
+"""Fixtures and helpers: run the doctor's command, and store objects for it to examine."""
 
 import json
 from collections.abc import Callable
@@ -24,8 +24,9 @@ Doctor = Callable[..., tuple[int, str]]
 def doctor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Doctor:
     """Run the doctor on options; return its status and all that it printed.
 
-    Unless the options say otherwise, the store is the folder `store`, which is there and empty.
-    `argument`: what to give it instead of options.
+    Unless the options say otherwise, the store is the folder `store`, which exists and is empty.
+
+    `argument`: the command's argument instead of options.
     """
     (tmp_path / "store").mkdir()
 
@@ -48,7 +49,7 @@ def start(
     kind: Kind = Kind.EC,
     **options: Any,
 ) -> None:
-    """Have an engine of these facts store objects under `keys`."""
+    """Store objects under `keys`, as an engine with these facts."""
     config = StoreConfig(
         url=url or f"{tmp_path}/store", host_cache_dir=f"{tmp_path}/other", **options
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ecshare doctor`: what it finds, and what it says of arguments that make no sense."""
+"""The `ecshare` command: the doctor's findings, and errors for wrong arguments."""
 
 import json
 import os
@@ -26,7 +26,7 @@ KEY = object_key(Kind.EC, NAMESPACE, "picture")
 INTEGRITY_KEY = "8f1c6e0b5a9d47233be1f0a47c5d9286e3b14f7a08c2d6599a61e7f4350bd8c2"
 
 
-def test_a_new_folder_is_well(doctor: Doctor, tmp_path: Path) -> None:
+def test_doctor_accepts_a_new_folder(doctor: Doctor, tmp_path: Path) -> None:
     status, text = doctor()
     assert status == 0, text
     assert "PROBLEM" not in text
@@ -36,7 +36,7 @@ def test_a_new_folder_is_well(doctor: Doctor, tmp_path: Path) -> None:
 
 
 @pytest.mark.s3
-def test_a_bucket_is_examined_too(doctor: Doctor, tmp_path: Path, seaweed: SeaweedFS) -> None:
+def test_doctor_examines_a_bucket(doctor: Doctor, tmp_path: Path, seaweed: SeaweedFS) -> None:
     url, options = f"{seaweed.url}/doctor", seaweed.storage_options
     start(tmp_path, FACTS, url, KEY, storage_options=options)
     status, text = doctor(url=url, storage_options=options)
@@ -46,16 +46,14 @@ def test_a_bucket_is_examined_too(doctor: Doctor, tmp_path: Path, seaweed: Seawe
 
 
 @pytest.mark.s3
-def test_a_server_that_overwrites_is_noted(doctor: Doctor) -> None:
+def test_doctor_notes_a_server_that_overwrites(doctor: Doctor) -> None:
     with Rclone(LOGS, "rclone-doctor") as server:
         status, text = doctor(url=server.url, storage_options=server.storage_options)
     assert status == 0, text
     assert re.search("^note +store: ignores create-only puts", text, re.MULTILINE)
 
 
-def test_the_facts_that_keep_namespaces_apart_are_named_once(
-    doctor: Doctor, tmp_path: Path
-) -> None:
+def test_doctor_names_differing_namespace_facts_once(doctor: Doctor, tmp_path: Path) -> None:
     other = FACTS | {"epoch": "2", "dtype": "float16"}
     start(tmp_path, FACTS, "", KEY, object_key(Kind.EC, NAMESPACE, "other"))
     start(tmp_path, other)
@@ -72,7 +70,7 @@ def test_the_facts_that_keep_namespaces_apart_are_named_once(
         assert f'{field}: "{facts[one][field]}" != "{facts[two][field]}"' in text
 
 
-def test_damaged_objects_are_named(doctor: Doctor, tmp_path: Path) -> None:
+def test_doctor_names_damaged_objects(doctor: Doctor, tmp_path: Path) -> None:
     start(tmp_path, FACTS, "", KEY)
     path = tmp_path / "store" / KEY
     body = bytearray(path.read_bytes())
@@ -86,7 +84,9 @@ def test_damaged_objects_are_named(doctor: Doctor, tmp_path: Path) -> None:
     assert doctor("--sample", "0")[0] == 0
 
 
-def test_objects_of_another_integrity_key_are_told_apart(doctor: Doctor, tmp_path: Path) -> None:
+def test_doctor_does_not_verify_objects_of_another_integrity_key(
+    doctor: Doctor, tmp_path: Path
+) -> None:
     start(tmp_path, FACTS, "", KEY)
     status, text = doctor(integrity_key=INTEGRITY_KEY)
     assert status == 0, text
@@ -94,7 +94,7 @@ def test_objects_of_another_integrity_key_are_told_apart(doctor: Doctor, tmp_pat
     assert INTEGRITY_KEY not in text
 
 
-def test_nothing_of_a_hostile_manifest_reaches_the_terminal(doctor: Doctor, tmp_path: Path) -> None:
+def test_doctor_escapes_a_hostile_manifest(doctor: Doctor, tmp_path: Path) -> None:
     odd = {"model": "\x1b[2J" + "x" * 100_000, "a\nok      store: fine": 1}
     start(tmp_path, FACTS)
     path = tmp_path / "store" / manifest_key(Kind.EC, namespace_digest(odd))
@@ -106,7 +106,7 @@ def test_nothing_of_a_hostile_manifest_reaches_the_terminal(doctor: Doctor, tmp_
     assert len(text) < 10_000
 
 
-def test_a_store_that_is_down_is_a_problem(doctor: Doctor) -> None:
+def test_doctor_reports_an_unreachable_store(doctor: Doctor) -> None:
     port = Port()
     storage = {"key": "a", "secret": "b", "endpoint_url": f"http://127.0.0.1:{port.number}"}
     status, text = doctor(url="s3://bucket/x", storage_options=storage, io_timeout_s=0.5)
@@ -114,19 +114,17 @@ def test_a_store_that_is_down_is_a_problem(doctor: Doctor) -> None:
     assert status == 1
     url = re.escape(storage["endpoint_url"])
     assert re.search(f"^PROBLEM +store: no server answers at {url} .*refused", text, re.MULTILINE)
-    assert "host cache" not in text, "what comes next rests on the store"
+    assert "host cache" not in text, "later checks need the store"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write anywhere")
-def test_a_folder_that_cannot_be_written_is_a_problem_unless_asked(
-    doctor: Doctor, tmp_path: Path
-) -> None:
+def test_doctor_reports_a_read_only_folder_unless_read_only(doctor: Doctor, tmp_path: Path) -> None:
     (tmp_path / "store").chmod(0o555)
     assert doctor()[0] == 1
     assert doctor("--read-only")[0] == 0
 
 
-def test_a_host_cache_that_others_may_enter_is_a_problem(doctor: Doctor, tmp_path: Path) -> None:
+def test_doctor_reports_a_host_cache_open_to_others(doctor: Doctor, tmp_path: Path) -> None:
     (tmp_path / "host").mkdir(mode=0o777)
     (tmp_path / "host").chmod(0o777)
     status, text = doctor()
@@ -166,13 +164,13 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         ),
     ],
 )
-def test_arguments_that_make_no_sense_are_named(
+def test_wrong_arguments_are_named(
     refused: Callable[..., str], arguments: tuple[str, ...], words: str
 ) -> None:
     assert re.search(words, refused(*arguments))
 
 
-def test_it_runs_as_a_module_without_torch_or_vllm(tmp_path: Path) -> None:
+def test_doctor_runs_as_a_module_without_torch_or_vllm(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError")
     (tmp_path / "vllm.py").write_text("raise ImportError")
     (tmp_path / "store").mkdir()
@@ -197,11 +195,11 @@ def run(capsys: pytest.CaptureFixture[str]) -> Doctor:
     return run
 
 
-def test_it_says_which_version_it_is(run: Doctor) -> None:
+def test_version_flag_prints_the_version(run: Doctor) -> None:
     assert run("--version") == (0, f"ecshare {__version__}\n")
 
 
-def test_without_arguments_it_prints_its_help(run: Doctor) -> None:
+def test_command_without_arguments_prints_help(run: Doctor) -> None:
     status, text = run()
     assert status == 0
     assert (status, text) == run("--help")
@@ -209,7 +207,7 @@ def test_without_arguments_it_prints_its_help(run: Doctor) -> None:
         assert re.search(f"^ +{command} +[a-z]", text, re.MULTILINE)
 
 
-def test_the_router_is_given_all_that_follows(run: Doctor) -> None:
+def test_router_command_gets_all_further_arguments(run: Doctor) -> None:
     status, text = run("router", "--help")
     assert status == 0
     assert text.startswith("usage: ecshare router ")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine tests ask of an engine, and how they read its answers."""
+"""Requests of the engine tests, and how they read the answers."""
 
 import http.client
 import json
@@ -88,7 +88,7 @@ def _post(server: Server, path: str, body: dict[str, Any]) -> Answer:
 
 
 def begin(server: Server, path: str, body: dict[str, Any]) -> http.client.HTTPConnection:
-    """Send a request and do not read the answer; who closes the connection leaves."""
+    """Send a request without reading the answer; closing the connection aborts it."""
     connection = http.client.HTTPConnection(LOOPBACK, server.port.number)
     headers = {"Content-Type": "application/json"}
     connection.request("POST", f"/v1/{path}", json.dumps(body), headers)
@@ -96,7 +96,7 @@ def begin(server: Server, path: str, body: dict[str, Any]) -> http.client.HTTPCo
 
 
 def wait_for_requests(engine: Server, number: int) -> None:
-    """Return when so many requests are with the engine."""
+    """Return when the engine has this many requests."""
     names = [(f"vllm:num_requests_{at}", "") for at in ("waiting", "running")]
     wait_until(
         lambda: sum(client.counters(engine.base_url)[name] for name in names) == number,
@@ -179,7 +179,7 @@ def stored_kv(root: Path, part: str) -> set[Path]:
 
 
 def wait_until(is_so: Callable[[], bool], otherwise: str, within_s: float = COMES_WITHIN_S) -> None:
-    """Return as soon as it is so; fail with the words `otherwise` if it is not in that time."""
+    """Return as soon as the condition holds; fail with the message `otherwise` after that time."""
     waiting.wait_until(is_so, within_s, otherwise, pause_s=0.02)
 
 

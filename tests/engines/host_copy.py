@@ -51,7 +51,7 @@ class HostCopyWorker(OffloadingWorker):
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
-        """All are over when they are submitted."""
+        """Copies that are complete when they are submitted."""
 
     def shutdown(self) -> None:
         self._pairs.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KVShareConnector of an engine whose kernels lay out blocks in another way, loaded by
+"""KVShareConnector of an engine whose kernels use another block layout, loaded by
 `kv_connector_module_path`.
 
 The elements of its keys lie in the opposite order, in caches of the same shape. Queries are turned

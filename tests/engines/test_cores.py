@@ -13,10 +13,10 @@ from tests.engines.chat import ask, stored_kv, text
 pytestmark = [pytest.mark.engine, pytest.mark.models]
 
 OURS = 4
-"""At least: for I/O, for its inbox, for copies, for files."""
+"""The least number of our threads: for I/O, for its inbox, for copies, for files."""
 
 
-def test_threads_keep_off_the_core_that_computes(engine: StartEngine, tmp_path: Path) -> None:
+def test_threads_avoid_the_computing_core(engine: StartEngine, tmp_path: Path) -> None:
     computing, *others = sorted(os.sched_getaffinity(0))
     if not others:
         pytest.skip("one core")

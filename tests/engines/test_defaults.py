@@ -31,12 +31,12 @@ STORED = range(8)
 NEW = range(100, 108)
 
 
-def test_stored_prompts_are_loaded_between_new_ones(engine: StartEngine, tmp_path: Path) -> None:
-    """Nothing but the first load, which is a trial, is less than with `load` = `always`."""
+def test_default_options_load_stored_prompts(engine: StartEngine, tmp_path: Path) -> None:
+    """Only the first load, a trial, is smaller than with `load` = `always`."""
     model = make_qwen2(tmp_path / "model", **SIZES)
 
     def start(name: str) -> EngineProcess:
-        """As on a host of its own, which is the one option."""
+        """An engine as on a host of its own; the host cache folder is its only option."""
         transfer = {
             "kv_connector": "KVShareConnector",
             "kv_role": "kv_both",

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize("store", ["folder", pytest.param("s3", marks=pytest.mark.models)])
-def test_the_demo_says_that_all_is_well(store: str) -> None:
+def test_demo_reports_success(store: str) -> None:
     ran = subprocess.run(
         [*DEMO, f"--store={store}"],
         cwd=ROOT,
@@ -30,7 +30,7 @@ def test_the_demo_says_that_all_is_well(store: str) -> None:
     assert "DIFFER" not in ran.stdout
 
 
-def test_ctrl_c_ends_every_process() -> None:
+def test_ctrl_c_ends_every_process_of_the_demo() -> None:
     demo = subprocess.Popen(
         [*DEMO, "--store=s3"],
         cwd=ROOT,

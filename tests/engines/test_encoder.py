@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embeddings between real engines: one encodes, one prefills and decodes, one does it all alone."""
+"""Embeddings between real engines: an encoder, a consumer that decodes, and a plain engine."""
 
 import re
 from pathlib import Path
@@ -76,7 +76,7 @@ def objects(fleet: Fleet) -> set[Path]:
     return {path for path in (fleet.store / "ec").rglob("*") if len(path.name) == 64}
 
 
-def test_a_consumer_without_pixels_gives_the_plain_engines_tokens(fleet: Fleet) -> None:
+def test_consumer_without_pixels_gives_the_plain_tokens(fleet: Fleet) -> None:
     encoded = ask(fleet.encoder, fleet.model, [picture(1, "one"), picture(2, "two")])
     content = [announced(encoded, "one"), announced(encoded, "two"), QUESTION]
     plain = ask(fleet.plain, fleet.model, [picture(1), picture(2), QUESTION])
@@ -86,7 +86,7 @@ def test_a_consumer_without_pixels_gives_the_plain_engines_tokens(fleet: Fleet) 
 
 
 @needs_encoder_metrics
-def test_loads_are_counted(fleet: Fleet) -> None:
+def test_consumer_counts_its_loads(fleet: Fleet) -> None:
     encoded = ask(fleet.encoder, fleet.model, [picture(3, "three"), picture(9, "nine")])
     content = [announced(encoded, "three"), announced(encoded, "nine"), QUESTION]
     before = counts(fleet.consumer).get("ecshare_items/loaded", 0)
@@ -94,7 +94,7 @@ def test_loads_are_counted(fleet: Fleet) -> None:
     assert counts(fleet.consumer)["ecshare_items/loaded"] == before + 2
 
 
-def test_a_lost_embedding_fails_that_request_and_the_engine_serves_on(fleet: Fleet) -> None:
+def test_lost_embedding_fails_only_its_request(fleet: Fleet) -> None:
     lost = announced(ask(fleet.encoder, fleet.model, [picture(4, "four")]), "four") | {
         "uuid": "lost"
     }
@@ -105,7 +105,7 @@ def test_a_lost_embedding_fails_that_request_and_the_engine_serves_on(fleet: Fle
     assert ask(fleet.consumer, fleet.model, [picture(5), QUESTION]).tokens == plain.tokens
 
 
-def test_a_request_sent_again_with_its_picture_is_answered_when_the_embedding_is_lost(
+def test_retry_with_pixels_succeeds_after_the_embedding_is_lost(
     fleet: Fleet,
 ) -> None:
     known = objects(fleet)
@@ -125,13 +125,13 @@ def test_a_request_sent_again_with_its_picture_is_answered_when_the_embedding_is
 
 
 def stored_since(fleet: Fleet, known: set[Path]) -> Path:
-    """The next object: an encoder's answer is here before what it announces is stored."""
+    """The next new object; an encoder answers before the announced embedding is stored."""
     wait_until(lambda: bool(objects(fleet) - known), "nothing was stored", 30.0)
     (path,) = objects(fleet) - known
     return path
 
 
-def test_an_object_lost_from_the_store_is_stored_again(fleet: Fleet) -> None:
+def test_object_lost_from_the_store_is_stored_again(fleet: Fleet) -> None:
     known = objects(fleet)
     ask(fleet.encoder, fleet.model, [picture(6, "six")])
     path = stored_since(fleet, known)
@@ -142,7 +142,7 @@ def test_an_object_lost_from_the_store_is_stored_again(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("uuid", ["../../evil/x", "/evil", "e\u0301vil " * 50])
-def test_a_hostile_uuid_stays_inside_the_store(fleet: Fleet, uuid: str) -> None:
+def test_hostile_uuid_stays_inside_the_store(fleet: Fleet, uuid: str) -> None:
     encoded = ask(fleet.encoder, fleet.model, [picture(7, uuid)])
     plain = ask(fleet.plain, fleet.model, [picture(7), QUESTION])
     content = [announced(encoded, uuid), QUESTION]
@@ -151,7 +151,7 @@ def test_a_hostile_uuid_stays_inside_the_store(fleet: Fleet, uuid: str) -> None:
     assert not outside
 
 
-def test_engines_with_other_weights_share_nothing_and_say_so(fleet: Fleet) -> None:
+def test_engines_with_other_weights_share_nothing_and_log_it(fleet: Fleet) -> None:
     # The log of this run only: the file may be older.
     log = fleet.stranger.log_path.read_text().partition(str(fleet.root))[2]
     assert re.search(r'WARNING .*differs in .*:\n.*weights: "\w+" != "\w+"\n', log)

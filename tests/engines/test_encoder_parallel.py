@@ -17,7 +17,7 @@ TWO_RANKS = "--tensor-parallel-size=2"
 ONE_CORE_EACH = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 ENCODED, LOADED, SAVED = (f"ecshare_items/{event}" for event in ("encoded", "loaded", "saved"))
 MOST_STEPS = 300
-"""In which an encoder learns what its workers have stored."""
+"""The most engine steps until an encoder's scheduler learns of stored embeddings."""
 
 
 class Fleet(NamedTuple):
@@ -51,7 +51,7 @@ def fleet(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_two_ranks_load_what_one_has_stored(fleet: Fleet, num_ranks: int) -> None:
+def test_every_rank_loads_embeddings_stored_by_one(fleet: Fleet, num_ranks: int) -> None:
     encoder = (fleet.encoder, fleet.encoder_of_two)[num_ranks - 1]
     uuids = [f"{name} of {num_ranks}" for name in ("one", "two")]
     shown = [picture(2 * num_ranks + at, uuid) for at, uuid in enumerate(uuids)]

@@ -15,7 +15,7 @@ from tests.releases import HAS_ENCODER_METRICS
 pytestmark = [pytest.mark.engine, pytest.mark.models, pytest.mark.s3]
 
 
-def test_an_encoder_and_a_consumer_give_the_plain_engines_tokens(
+def test_consumer_without_pixels_gives_the_plain_tokens(
     engine: StartEngine, plain: EngineProcess, vlm: Path, seaweed: SeaweedFS, tmp_path: Path
 ) -> None:
     def option(role: str) -> str:

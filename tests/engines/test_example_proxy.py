@@ -57,7 +57,7 @@ def fleet(
 
 
 @pytest.mark.parametrize("pictures", [0, 1, 2])
-def test_the_tokens_are_those_of_one_engine(fleet: Fleet, pictures: int) -> None:
+def test_example_proxy_gives_the_plain_tokens(fleet: Fleet, pictures: int) -> None:
     shown = [picture(10 * pictures + number) for number in range(pictures)]
     content = [text(f"with {pictures}"), STORY, *shown, QUESTION]
     with counting(fleet.p) as p_gained, counting(fleet.d) as d_gained:
@@ -67,7 +67,7 @@ def test_the_tokens_are_those_of_one_engine(fleet: Fleet, pictures: int) -> None
     assert d_gained["kvshare_tokens/loaded"] == answer.num_prompt_tokens - 1
 
 
-def test_a_prompt_that_was_asked_before_is_not_computed_again(fleet: Fleet) -> None:
+def test_repeated_prompt_is_not_computed_again(fleet: Fleet) -> None:
     content = [text("twice"), STORY, picture(31), QUESTION]
     first = ask(fleet.proxy, fleet.plain.model, content)
     with counting(fleet.e) as gained:

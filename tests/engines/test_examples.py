@@ -14,7 +14,7 @@ from tests.docs.pages import ROOT
 pytestmark = pytest.mark.engine
 
 
-def test_shared_cache(vlm: Path, tmp_path: Path) -> None:
+def test_shared_cache_example_runs(vlm: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     ended = subprocess.run(
         [
@@ -40,7 +40,7 @@ def test_shared_cache(vlm: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("ecshare-*")), "it leaves its scratch folder behind"
 
 
-def test_s3(vlm: Path) -> None:
+def test_s3_example_runs(vlm: Path) -> None:
     said = []
     with subprocess.Popen(
         [sys.executable, "-m", "examples.s3.run"],

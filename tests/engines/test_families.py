@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families that differ in what an embedding is, and in what a consumer needs beside it."""
+"""Model families whose embeddings, and the metadata that a consumer needs, differ."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,14 +36,14 @@ LIMITS = {
     "qwen2-audio": '{"audio": 2}',
 }
 WIDTHS = {"qwen3-vl": 3 * 128, "llava": 128, "qwen2-audio": 128}
-"""Of an embedding; the language models are 128 wide."""
+"""The width of an embedding; the language models are 128 wide."""
 TOLD = {
     ("qwen3-vl", "image"): {"image_grid_thw"},
     ("qwen3-vl", "video"): {"video_grid_thw", "timestamps"},
     ("llava", "image"): set[str](),
     ("qwen2-audio", "audio"): {"audio_num_tokens"},
 }
-"""What an encoder tells, with which a consumer can do without the media."""
+"""The metadata that an encoder reports, and that replaces the media for a consumer."""
 
 
 class Fleet(NamedTuple):
@@ -119,7 +119,7 @@ CASES = [
     indirect=["fleet"],
     scope="module",
 )
-def test_what_is_sent_whole_or_only_told_of_is_loaded(
+def test_consumer_loads_items_sent_with_or_without_pixels(
     fleet: Fleet, modality: str, is_whole: bool
 ) -> None:
     show, seeds = SHOW[modality], (1, 2) if is_whole else (3, 4)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients of a real engine may name, and what becomes of transfer params that are none."""
+"""Which fields clients of a real engine may set, and the effect of malformed transfer params."""
 
 import json
 import urllib.error
@@ -51,7 +51,7 @@ def ask(engine: EngineProcess, content: list[dict[str, Any]], token: str, **fiel
             return Answer(error.code, json.load(error))
 
 
-def test_only_the_router_names_pictures(guarded: EngineProcess) -> None:
+def test_uuids_and_transfer_params_need_the_router_token(guarded: EngineProcess) -> None:
     token = router_token(KEY.encode())
     assert ask(guarded, [picture(1), QUESTION], "").status == 200
     refused = ask(guarded, [picture(1, "somebody-elses"), QUESTION], KEY)
@@ -63,7 +63,7 @@ def test_only_the_router_names_pictures(guarded: EngineProcess) -> None:
 
 
 @pytest.mark.parametrize("params", [484, "x", [1], True, {}, {"kvshare": 484}, {"kvshare": [1]}])
-def test_transfer_params_that_are_none_cost_their_own_request_at_most(
+def test_malformed_transfer_params_fail_only_their_request(
     guarded: EngineProcess, params: Any
 ) -> None:
     token = router_token(KEY.encode())

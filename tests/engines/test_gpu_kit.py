@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of the kit for GPUs that start engines, played with engines on this CPU."""
+"""The engine checks of the GPU kit, run with engines on this CPU."""
 
 from pathlib import Path
 

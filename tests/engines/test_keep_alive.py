@@ -46,8 +46,8 @@ def said(events: bytes) -> str:
     return "".join(choice["delta"].get("content") or "" for each in choices for choice in each)
 
 
-def test_comments_come_before_an_engine_has_begun(engine: StartEngine) -> None:
-    """It computes one request at a time, so another one waits."""
+def test_waiting_client_gets_keep_alive_comments(engine: StartEngine) -> None:
+    """The engine computes one request at a time, so a second one waits."""
     decoder = engine("decoder", "--sse-keep-alive-interval=1", "--max-num-seqs=1")
     decoder.wait_ready()
     with RouterProcess("router", LOGS / __name__, {"decoder": [decoder]}) as router:

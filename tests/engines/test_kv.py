@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV blocks between real engines: what one has computed, another receives; the tokens are equal."""
+"""KV blocks between real engines: one computes them, another loads them; the tokens are equal."""
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +38,7 @@ class Fleet(NamedTuple):
     plain: EngineProcess
     first: EngineProcess
     second: EngineProcess
-    """Knows nothing but what `first` has left in the store."""
+    """Has an empty host cache: it can load only KV that `first` has stored."""
     small: EngineProcess
     """Has so few blocks that requests are preempted."""
     root: Path
@@ -62,7 +62,7 @@ def fleet(
     root = tmp_path_factory.mktemp("fleet")
 
     def sharing(name: str, *more: str) -> EngineProcess:
-        # A host cache of its own: what it has comes from the store.
+        # A host cache of its own, so its hits come from the store.
         limits = {"host_cache_dir": f"{root}/{name}-host", "chunk_tokens": CHUNK}
         kv = kv_argument("both", f"file://{root}/store", **limits)
         return engine(name, f"--block-size={BLOCK}", kv, *more, runner=runner)
@@ -86,14 +86,14 @@ def check(
 ) -> Answer:
     answer = ask(engine, engine.model, content, **fields)
     assert answer.tokens == fleet.plain_tokens(content)
-    fleet.objects()  # all of them stored, for whoever comes next
+    fleet.objects()  # all of them stored, so that other engines can load them
     return answer
 
 
 @pytest.mark.parametrize(
     "content", [[text(STORY)], [text(STORY[: 6 * BLOCK])], [text("the sea")], PICTURES]
 )
-def test_the_second_engine_computes_one_token(fleet: Fleet, content: list[dict[str, Any]]) -> None:
+def test_second_engine_computes_one_token(fleet: Fleet, content: list[dict[str, Any]]) -> None:
     cold = check(fleet, fleet.first, content, **FOR_DECODE)
     assert cold.body["kv_transfer_params"] == {
         "kvshare": {"num_tokens": cold.num_prompt_tokens - 1, "size": 1}
@@ -102,17 +102,17 @@ def test_the_second_engine_computes_one_token(fleet: Fleet, content: list[dict[s
     assert warm.num_cached_tokens == warm.num_prompt_tokens - 1
 
 
-def test_prompts_with_one_beginning_share_it(fleet: Fleet) -> None:
+def test_prompts_share_the_kv_of_a_common_prefix(fleet: Fleet) -> None:
     check(fleet, fleet.first, [text(f"alpha {STORY} one")])
     warm = check(fleet, fleet.second, [text(f"alpha {STORY} two and three")])
-    # They part in the last or last but one block; what is no whole chunk has another name then.
+    # They differ in the last block or the one before; a partial chunk then has another name.
     shared = warm.num_prompt_tokens - 2 * BLOCK
     assert shared - CHUNK < warm.num_cached_tokens < warm.num_prompt_tokens - 1
 
 
 @pytest.mark.parametrize("num_tokens", [CHUNK - 1, 2 * CHUNK, 4 * CHUNK + 70])
-def test_a_talk_goes_on_with_the_other_engine(fleet: Fleet, num_tokens: int) -> None:
-    """Each turn finds what the last one was asked and has answered, wherever that ended."""
+def test_conversation_continues_on_the_other_engine(fleet: Fleet, num_tokens: int) -> None:
+    """Each turn loads the prompt and the answer of the last one, at any position of its end."""
     talk = [20 + number * num_tokens % 400 for number in range(num_tokens)]
     stored = 0
     for turn in range(4):
@@ -127,13 +127,13 @@ def test_a_talk_goes_on_with_the_other_engine(fleet: Fleet, num_tokens: int) -> 
         talk += [20 + turn] * 5
 
 
-def test_other_pictures_are_other_prompts(fleet: Fleet) -> None:
+def test_prompts_with_other_pictures_share_no_kv(fleet: Fleet) -> None:
     check(fleet, fleet.first, PICTURES)
     warm = check(fleet, fleet.second, [PICTURES[1], PICTURES[0], PICTURES[2]])
     assert warm.num_cached_tokens < BLOCK
 
 
-def test_a_cache_salt_keeps_prompts_apart(fleet: Fleet) -> None:
+def test_other_cache_salt_shares_no_kv(fleet: Fleet) -> None:
     content = [text(f"salted {STORY}")]
     ask(fleet.first, fleet.first.model, content, cache_salt="a")
     fleet.objects()
@@ -144,7 +144,7 @@ def test_a_cache_salt_keeps_prompts_apart(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("loses", ["some", "all"])
-def test_lost_objects_are_computed_again(fleet: Fleet, loses: str) -> None:
+def test_lost_objects_are_recomputed(fleet: Fleet, loses: str) -> None:
     content = [text(f"lost {loses} {STORY}")]
     known = fleet.objects()
     check(fleet, fleet.first, content)
@@ -157,8 +157,8 @@ def test_lost_objects_are_computed_again(fleet: Fleet, loses: str) -> None:
     assert fleet.objects() >= set(new), "and saved again"
 
 
-def test_spoiled_objects_are_computed_again(fleet: Fleet) -> None:
-    """The look-up says they are there; that they are not what they should be shows afterwards."""
+def test_damaged_objects_are_recomputed(fleet: Fleet) -> None:
+    """The look-up finds the objects; their damage shows only during the load."""
     content = [text(f"spoiled {STORY}")]
     known = fleet.objects()
     check(fleet, fleet.first, content)
@@ -170,7 +170,7 @@ def test_spoiled_objects_are_computed_again(fleet: Fleet) -> None:
     before = counts(fleet.second).get("kvshare_blocks/failed", 0)
     check(fleet, fleet.second, content)
     assert counts(fleet.second)["kvshare_blocks/failed"] > before
-    check(fleet, fleet.second, content)  # whatever was noticed late is saved with this one
+    check(fleet, fleet.second, content)  # objects found damaged late are saved with this request
     again = check(fleet, fleet.second, content)
     assert again.num_cached_tokens == again.num_prompt_tokens - 1
 
@@ -198,7 +198,7 @@ def preemptions(engine: EngineProcess) -> float:
     return counters(engine.base_url)["vllm:num_preemptions_total", ""]
 
 
-def test_what_was_computed_for_a_client_that_left_is_right(fleet: Fleet) -> None:
+def test_kv_saved_after_a_client_disconnect_gives_the_plain_tokens(fleet: Fleet) -> None:
     prompt = [20 + number * 3 % 400 for number in range(2 * CHUNK + 7)]
     known = fleet.objects()
     body = {"model": fleet.first.model, "prompt": prompt, "max_tokens": 1000, "ignore_eos": True}
@@ -212,7 +212,7 @@ def test_what_was_computed_for_a_client_that_left_is_right(fleet: Fleet) -> None
     assert answer.num_cached_tokens >= 2 * CHUNK
 
 
-def test_followers_of_kv_events_learn_what_is_stored(fleet: Fleet) -> None:
+def test_kv_event_subscribers_get_stored_blocks(fleet: Fleet) -> None:
     check(fleet, fleet.first, [text(f"events {STORY}")])
     check(fleet, fleet.first, PICTURES)
     before = fleet.subscriber.wait(lambda now: len(now.stored) > 0)
@@ -225,7 +225,7 @@ def test_followers_of_kv_events_learn_what_is_stored(fleet: Fleet) -> None:
     assert after.stored <= after.computed
 
 
-def test_an_engine_that_starts_again_finds_what_it_had(fleet: Fleet) -> None:
+def test_restarted_engine_loads_its_own_kv(fleet: Fleet) -> None:
     content = [text(f"restart {STORY}")]
     check(fleet, fleet.second, content)
     fleet.second.stop()

@@ -25,7 +25,7 @@ class Fleet(NamedTuple):
     plain: EngineProcess
     first: EngineProcess
     second: EngineProcess
-    """Knows nothing but what `first` has left in the store."""
+    """Has an empty host cache: it can load only KV that `first` has stored."""
     root: Path
 
 
@@ -56,7 +56,7 @@ def fleet(
 
 
 @pytest.mark.parametrize("content", ASKED)
-def test_the_tokens_are_those_of_a_plain_engine(
+def test_compressed_kv_gives_the_plain_tokens(
     fleet: Fleet, content: list[dict[str, object]]
 ) -> None:
     plain = ask(fleet.plain, fleet.plain.model, content)

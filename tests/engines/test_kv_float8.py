@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV that real engines store as 8-bit floats: what it does to the next token, by model family."""
+"""KV that real engines store as 8-bit floats: its effect on the next token, by model family."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,16 +22,16 @@ ASKED = [
     [text("the sea and the stars, " * 20)],
     [picture(1, "one"), picture(2, "two"), text("what is to be seen here, and where?")],
 ]
-# Of the logarithm of a probability. What was seen with these models is less than half of it.
+# The allowed error of a log-probability. Errors seen with these models are less than half of it.
 MOST_ERROR = 0.5
-CLEAR = 0.6  # the best token is so far before the next one
+CLEAR = 0.6  # the best token's lead over the second, in log-probability
 
 
 class Fleet(NamedTuple):
     plain: EngineProcess
     first: EngineProcess
     second: EngineProcess
-    """Knows nothing but what `first` has left in the store."""
+    """Has an empty host cache: it can load only KV that `first` has stored."""
     root: Path
 
 
@@ -60,19 +60,19 @@ def fleet(
 
 
 def best(answer: Answer) -> dict[str, float]:
-    """The most probable first tokens, and the logarithms of their probabilities."""
+    """The most probable first tokens, with their log-probabilities."""
     (first, *_) = answer.body["choices"][0]["logprobs"]["content"]
     return {each["token"]: each["logprob"] for each in first["top_logprobs"]}
 
 
 @pytest.mark.parametrize("content", ASKED)
-def test_the_next_token_is_as_probable_as_without(
+def test_float8_kv_keeps_next_token_probabilities_close(
     fleet: Fleet, content: list[dict[str, Any]]
 ) -> None:
     how = {"logprobs": True, "top_logprobs": 5}
     plain = ask(fleet.plain, fleet.plain.model, content, **how)
     cold = ask(fleet.first, fleet.first.model, content, **how)
-    assert cold.tokens == plain.tokens, "who computes it has the KV itself"
+    assert cold.tokens == plain.tokens, "the engine that computes uses its own exact KV"
     for path in stored_kv(fleet.root, "t0of1"):
         with safe_open(path, framework="pt") as file:
             assert file.get_slice("tensor").get_dtype() == "U8"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV of models that keep it in other ways: windows, latent attention, 8-bit numbers."""
+"""KV caches of other layouts: sliding windows, latent attention, 8-bit numbers."""
 
 import json
 import re
@@ -27,13 +27,13 @@ PROMPTS = [f"{number} {STORY}"[:length] for number, length in enumerate((2000, 3
 
 
 class Kind(NamedTuple):
-    """A model and options that give a cache of this kind; the parts that a chunk is stored in."""
+    """A model and options that give a cache of one kind; the parts that a chunk is stored in."""
 
     family: str
     options: tuple[str, ...]
     parts: set[str]
     environment: dict[str, str] = {}
-    """Of the engines that share."""
+    """The environment of the engines that share KV."""
 
 
 KINDS = {
@@ -49,7 +49,7 @@ IN_THE_GATE = ("windows",)
 
 
 def block_layouts(engine: EngineProcess) -> list[str]:
-    """What the engine says of the inside of its blocks, a line for each layer set."""
+    """The block layouts in the engine's log, one for each layer set."""
     log = engine.log_path.read_text()
     assert "cannot check the attention back end" not in log
     return re.findall(r"checked the attention kernels: block layout ([0-9a-f]{16})\b", log)
@@ -108,7 +108,7 @@ each_kind = pytest.mark.parametrize(
 
 
 @each_kind
-def test_the_second_engine_computes_one_token(fleet: Fleet) -> None:
+def test_second_engine_computes_one_token(fleet: Fleet) -> None:
     for prompt in PROMPTS:
         assert fleet.check(fleet.first, prompt).num_cached_tokens == 0
     for prompt in PROMPTS:
@@ -119,7 +119,7 @@ def test_the_second_engine_computes_one_token(fleet: Fleet) -> None:
 
 
 @each_kind
-def test_objects_say_how_the_kernels_that_were_tried_lay_out_a_block(fleet: Fleet) -> None:
+def test_stored_objects_name_the_probed_block_layout(fleet: Fleet) -> None:
     fleet.check(fleet.first, f"tried {STORY}")
     said = block_layouts(fleet.first)
     assert said
@@ -133,7 +133,7 @@ def test_objects_say_how_the_kernels_that_were_tried_lay_out_a_block(fleet: Flee
 
 
 @each_kind
-def test_an_engine_that_lays_out_blocks_in_another_way_shares_nothing(fleet: Fleet) -> None:
+def test_engine_with_another_block_layout_shares_nothing(fleet: Fleet) -> None:
     own = {"url": f"file://{fleet.root}/store", "host_cache_dir": f"{fleet.root}/other-host"}
     connector = {
         "kv_connector": "OtherKernelConnector",
@@ -159,14 +159,14 @@ def test_an_engine_that_lays_out_blocks_in_another_way_shares_nothing(fleet: Fle
 
 
 @each_kind
-def test_a_longer_prompt_goes_on_from_what_is_stored(fleet: Fleet) -> None:
+def test_longer_prompt_loads_the_stored_prefix(fleet: Fleet) -> None:
     fleet.check(fleet.first, f"longer {STORY}")
     longer = fleet.check(fleet.second, f"longer {STORY} and what came of it")
     assert longer.num_cached_tokens >= CHUNK
 
 
 @each_kind
-def test_a_lost_object_is_computed_again(fleet: Fleet) -> None:
+def test_lost_objects_are_recomputed_and_saved_again(fleet: Fleet) -> None:
     known = stored_kv(fleet.root, "t0of1")
     fleet.check(fleet.first, f"lost {STORY}")
     new = sorted(stored_kv(fleet.root, "t0of1") - known)
@@ -178,10 +178,10 @@ def test_a_lost_object_is_computed_again(fleet: Fleet) -> None:
 
 
 @pytest.mark.models
-def test_latent_attention_that_cannot_go_on_from_a_prefix_is_left_alone(
+def test_latent_attention_without_prefix_support_is_not_shared(
     tmp_path: Path, forks: EngineForks
 ) -> None:
-    """vLLM's kernel for all CPUs computes the rest of a prompt as if there were no beginning."""
+    """vLLM's generic CPU kernel ignores a cached prefix when it computes the rest of a prompt."""
     model = model_cache.model(CACHE / "models", "deepseek-v2")
     flags = (*SMALL_ENGINE, "--limit-mm-per-prompt={}", "--attention-backend=CPU_MLA")
     kv = kv_argument("both", f"file://{tmp_path}/store", host_cache_dir=f"{tmp_path}/host")
@@ -201,9 +201,11 @@ def test_latent_attention_that_cannot_go_on_from_a_prefix_is_left_alone(
     not torch.cpu._is_amx_tile_supported(),
     reason="of vLLM's CPU kernels for latent attention the one for AMX alone continues a prompt",
 )
-def test_latent_attention_goes_on_from_what_is_stored(tmp_path: Path, forks: EngineForks) -> None:
-    """That kernel takes bfloat16 alone: tokens are equal where as many are computed at once, so
-    the plain engine goes on from what is in its own cache."""
+def test_latent_attention_with_prefix_support_loads_prefixes(
+    tmp_path: Path, forks: EngineForks
+) -> None:
+    """The AMX kernel takes bfloat16 only: tokens are equal only if both engines compute equally
+    many at once, so the plain engine continues from its own prefix cache."""
     model = model_cache.model(CACHE / "models", "deepseek-v2")
     bfloat16 = ("--dtype=bfloat16", "--block-size=32", "--limit-mm-per-prompt={}")
     flags = (*SMALL_ENGINE, *bfloat16)

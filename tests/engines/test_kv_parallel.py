@@ -15,7 +15,7 @@ STORY = [text("Tell me a story about the sea, the wind and the stars. " * 12)]
 TWO_RANKS = ("--tensor-parallel-size=2", "--block-size=32")
 
 
-def test_two_ranks_hand_over_to_two_ranks(
+def test_engine_with_two_ranks_loads_kv_of_another_with_two(
     engine: StartEngine, plain: EngineProcess, tmp_path: Path
 ) -> None:
     def sharing(name: str) -> EngineProcess:

@@ -18,7 +18,7 @@ PROMPT = [20 + number * 7 % 400 for number in range(10 * BLOCK + 5)]
 ANSWER_TOKENS = 2 * BLOCK
 
 
-def test_noise_of_a_sibling_does_not_get_into_the_store(
+def test_wrong_kv_of_a_sibling_connector_is_not_stored(
     engine: StartEngine, plain: EngineProcess, tmp_path: Path
 ) -> None:
     own, alone = (

@@ -25,7 +25,7 @@ def talk(
     arguments: Sequence[str],
     *turns: list[int],
 ) -> list[Answer]:
-    """Ask an engine that lives for these questions alone."""
+    """Start an engine, ask it the prompts, and stop it."""
     one_core_each = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if name.endswith("2") else {}
     fixed = (*SMALL_ENGINE, f"--block-size={BLOCK}")
     with EngineProcess(name, vlm, root, (*fixed, *arguments), one_core_each, forks=forks) as engine:
@@ -41,10 +41,10 @@ def parts(root: Path) -> set[str]:
     return {path.suffix for path in (root / "store" / "kv").rglob("*.t*of*")}
 
 
-def test_a_talk_goes_on_with_engines_of_other_sizes(
+def test_conversation_continues_on_another_tensor_parallel_size(
     vlm: Path, tmp_path: Path, forks: EngineForks
 ) -> None:
-    """Its chunks end up in shares of both sizes."""
+    """The chunks of the conversation end up in shares of both sizes."""
     (cold,) = talk(forks, vlm, tmp_path, "first-2", sharing(tmp_path, "first-2", 2), PROMPT)
     assert parts(tmp_path) == {".t0of2", ".t1of2"}
     longer = [*PROMPT, *cold.tokens, *range(30, 30 + 3 * BLOCK)]

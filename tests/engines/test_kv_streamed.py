@@ -39,7 +39,7 @@ GIVE_UP_S = 120.0
 RUNS_S, STANDS_S = 0.05, 0.15
 LOADED = "kvshare_blocks/loaded"
 OTHERS = (4, 0, 1, 2, 5, 6)
-"""Pictures; beside so long a story not each of them makes a difference."""
+"""Seeds of pictures; after so long a story not each of them changes the tokens."""
 STORY = "Tell me a story about the sea, the wind and the stars, and of an old stone house. " * 140
 
 
@@ -65,7 +65,7 @@ class Fleet(NamedTuple):
         wait_until(lambda: loaded(self.d) > num_loaded, "D loaded nothing", GIVE_UP_S)
 
     def _num_objects_a_moment_later(self) -> int:
-        """Let P go on for a moment, and stop it. How much is stored then.
+        """Let P run for a moment, and stop it; return how much is stored then.
 
         A disk that is slow just now gains on P: P would be done before its first chunks show.
         """
@@ -88,7 +88,7 @@ def fleet(
     store = f"file://{root}/store"
 
     def sharing(name: str, ec_role: str, *more: str) -> EngineProcess:
-        # Hosts of their own: what one has of the other comes through the store.
+        # Hosts of their own: KV passes between them through the store only.
         options = {"host_cache_dir": f"{root}/{name}-host", "wait_s": WAIT_S}
         ec = ec_argument(ec_role, store, **options)
         kv = kv_argument("both", store, chunk_tokens=CHUNK, **options)
@@ -97,7 +97,7 @@ def fleet(
     fleet = Fleet(
         plain,
         sharing("p", "both", f"--max-num-batched-tokens={CHUNK}"),
-        # Room for one prompt: the next one gets the blocks of the one before.
+        # Room for one prompt: the next request gets the blocks of the previous one.
         sharing("d", "consumer", "--num-gpu-blocks-override=136"),
         root,
     )
@@ -111,7 +111,7 @@ def loaded(d: EngineProcess) -> float:
     return counts(d).get(LOADED, 0)
 
 
-def test_d_loads_what_p_has_computed_before_p_answers(fleet: Fleet) -> None:
+def test_decoder_loads_chunks_before_the_prefiller_answers(fleet: Fleet) -> None:
     prompt = [20 + number % 400 for number in range(60 * CHUNK + 45)]
     expected = complete(fleet.plain, fleet.plain.model, prompt).tokens
     with ThreadPoolExecutor(2) as clients, counting(fleet.d) as gained:
@@ -134,8 +134,8 @@ def test_d_loads_what_p_has_computed_before_p_answers(fleet: Fleet) -> None:
     assert gained["kvshare_tokens/hit"] == gained["kvshare_blocks/missed"] == 0, "no look-up"
 
 
-def test_a_client_that_leaves_d_while_its_kv_is_on_its_way(fleet: Fleet) -> None:
-    """What comes late is not written to blocks that have become another request's."""
+def test_late_kv_of_an_aborted_request_overwrites_no_block(fleet: Fleet) -> None:
+    """KV that arrives late is not written to blocks that now belong to another request."""
     abandoned = [30 + number * 3 % 400 for number in range(60 * CHUNK + 45)]
     other = [40 + number * 7 % 400 for number in range(len(abandoned))]
     expected = [
@@ -159,9 +159,9 @@ def test_a_client_that_leaves_d_while_its_kv_is_on_its_way(fleet: Fleet) -> None
     assert answer.num_cached_tokens == len(abandoned) - 1
 
 
-def test_d_computes_what_a_p_that_was_killed_has_left(fleet: Fleet) -> None:
-    """The last test: P is gone. The picture comes after what P has computed, and D has no pixels
-    of it."""
+def test_decoder_computes_the_rest_when_the_prefiller_is_killed(fleet: Fleet) -> None:
+    """The last test, because it kills P. The picture follows the part that P has computed, and D
+    has no pixels of it."""
     encoded = ask(fleet.p, fleet.p.model, [picture(3, "three")])
     full = [text(STORY), picture(3, "three"), text("What is this?")]
     lean = [full[0], announced(encoded, "three"), full[2]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV between engines of a model that only reads, without any encoder-cache connector.
+"""KV between engines of a text-only model, without any encoder-cache connector.
 
 Such a model can take LoRA adapters, and is quick enough to guess ahead of.
 """
@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.engine, on_each_runner]
 
 BLOCK = 32
 STORY = "Tell me a story about the sea, the wind and the stars, and of an old stone house. " * 8
-# The same few tokens again and again: there is something to guess.
+# The same few tokens repeat, so that n-gram drafts have something to propose.
 REFRAIN = [40, 41, 42, 43, 44, 45, 46] * 30
 ADAPTERS = ("--enable-lora", "--max-lora-rank=8", "--max-loras=2", "--max-cpu-loras=8")
 GUESSING = {
@@ -49,7 +49,7 @@ class Fleet(NamedTuple):
     plain: EngineProcess
     first: EngineProcess
     second: EngineProcess
-    """Has no prefix cache of its own."""
+    """Runs without a prefix cache."""
     guessing: EngineProcess
     """Decodes speculatively, where vLLM can."""
     root: Path
@@ -62,7 +62,7 @@ class Fleet(NamedTuple):
         return answer
 
     def wait_stored(self) -> None:
-        """Return when all is there for whoever comes next."""
+        """Return when all KV is stored, so that other engines can load it."""
         stored_kv(self.root, "t0of1")
 
     def load(self, name: str, seed: int, *servers: EngineProcess) -> Path:
@@ -109,7 +109,7 @@ def fleet(
                 environment=MAY_BE_CHANGED,
                 runner=runner,
             ),
-            # On V1: Triton's interpreter cannot run a kernel that V2 guesses with.
+            # On V1: Triton's interpreter cannot run a kernel of V2's speculative decoding.
             start("guessing", *shape, *guesses, sharing("guessing")),
             root,
         )
@@ -118,7 +118,7 @@ def fleet(
         yield fleet
 
 
-def test_the_second_engine_computes_one_token(fleet: Fleet) -> None:
+def test_second_engine_computes_one_token(fleet: Fleet) -> None:
     with counting(fleet.first) as gained:
         cold = fleet.check(fleet.first, STORY)
     assert cold.num_cached_tokens == 0
@@ -128,7 +128,7 @@ def test_the_second_engine_computes_one_token(fleet: Fleet) -> None:
         assert warm.num_cached_tokens == warm.num_prompt_tokens - 1
 
 
-def test_an_engine_without_a_prefix_cache_finds_its_own_again(fleet: Fleet) -> None:
+def test_engine_without_a_prefix_cache_loads_its_own_kv(fleet: Fleet) -> None:
     assert fleet.check(fleet.second, f"mine {STORY}").num_cached_tokens == 0
     warm = fleet.check(fleet.second, f"mine {STORY}")
     assert warm.num_cached_tokens == warm.num_prompt_tokens - 1
@@ -137,7 +137,7 @@ def test_an_engine_without_a_prefix_cache_finds_its_own_again(fleet: Fleet) -> N
 # --- LoRA adapters ---
 
 
-def test_an_adapters_kv_is_shared_and_is_its_own(fleet: Fleet) -> None:
+def test_adapter_kv_is_shared_with_the_same_adapter_only(fleet: Fleet) -> None:
     words = f"adapted {STORY}"
     fleet.load("shared", 1, fleet.plain, fleet.first, fleet.second)
     fleet.check(fleet.first, words, "shared", like="shared")
@@ -148,7 +148,7 @@ def test_an_adapters_kv_is_shared_and_is_its_own(fleet: Fleet) -> None:
     assert warm.tokens != bare.tokens
 
 
-def test_an_adapter_trained_further_under_the_same_name_finds_nothing_old(fleet: Fleet) -> None:
+def test_retrained_adapter_of_the_same_name_finds_no_old_kv(fleet: Fleet) -> None:
     words = f"trained further {STORY}"
     fleet.load("tuned", 2, fleet.first)
     fleet.load("before", 2, fleet.plain)
@@ -162,7 +162,7 @@ def test_an_adapter_trained_further_under_the_same_name_finds_nothing_old(fleet:
     assert again.num_cached_tokens == again.num_prompt_tokens - 1
 
 
-def test_an_adapter_whose_files_are_gone_is_not_shared(fleet: Fleet) -> None:
+def test_adapter_without_files_is_not_shared(fleet: Fleet) -> None:
     path = fleet.load("gone", 4, fleet.plain, fleet.first)
     for file in path.iterdir():
         file.unlink()
@@ -172,8 +172,8 @@ def test_an_adapter_whose_files_are_gone_is_not_shared(fleet: Fleet) -> None:
     assert gained["kvshare_tokens/queried"] == 0
 
 
-def test_the_router_follows_an_adapter_from_engine_to_engine(fleet: Fleet) -> None:
-    """And what one engine has computed with it, the other loads."""
+def test_router_sends_requests_to_engines_with_the_adapter(fleet: Fleet) -> None:
+    """KV that one engine has computed with the adapter is loaded by the other."""
     words, name = f"moving {STORY}", "moving"
     decoders = {"decoder": [fleet.first, fleet.second]}
     with RouterProcess("router", LOGS / __name__, decoders) as router:
@@ -210,8 +210,8 @@ def listed(server: Server) -> set[str]:
 
 
 @needs_guesses
-def test_guessed_tokens_leave_no_trace(fleet: Fleet) -> None:
-    """What is rejected is overwritten; no object may hold it."""
+def test_rejected_draft_tokens_are_not_stored(fleet: Fleet) -> None:
+    """Rejected tokens are overwritten in the cache; no stored object may hold them."""
     talk = REFRAIN
     for turn in range(3):
         answer = complete(fleet.guessing, fleet.guessing.model, talk, max_tokens=90)
@@ -231,7 +231,7 @@ def test_guessed_tokens_leave_no_trace(fleet: Fleet) -> None:
 # --- resets ---
 
 
-def test_a_reset_cache_is_filled_from_the_store(fleet: Fleet) -> None:
+def test_reset_prefix_cache_is_refilled_from_the_store(fleet: Fleet) -> None:
     fleet.check(fleet.first, f"reset {STORY}")
     assert json.loads(post(fleet.first, "reset_prefix_cache?reset_external=true"))["success"]
     before = counts(fleet.first)["kvshare_tokens/loaded"]
@@ -239,8 +239,8 @@ def test_a_reset_cache_is_filled_from_the_store(fleet: Fleet) -> None:
     assert counts(fleet.first)["kvshare_tokens/loaded"] - before == warm.num_prompt_tokens - 1
 
 
-def test_requests_that_run_through_a_reset_give_the_same_tokens(fleet: Fleet) -> None:
-    """vLLM preempts them; what their blocks held is no cache's any more."""
+def test_requests_running_during_a_reset_give_the_same_tokens(fleet: Fleet) -> None:
+    """vLLM preempts the requests, and their blocks leave the prefix cache."""
     words = [f"{number} running {STORY[:300]}" for number in range(4)]
     expected = [
         ask(fleet.plain, fleet.plain.model, [text(each)], max_tokens=300).tokens for each in words

@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.models]
 BLOCK = 32
 TIMEOUT_S = 120.0
 
-# What a client sees in both, and that is another each time, or counts what is cached; see below.
+# Fields in both answers that vary from call to call, or count cached tokens; see below.
 VARIES = {
     "id", "created", "created_at", "completed_at", "item_id", "system_fingerprint",
     "sequence_number",
@@ -137,7 +137,7 @@ DIFFERENCES = [
 
 
 class Seen(NamedTuple):
-    """What a client sees of an answer, as far as it is the same each time."""
+    """The parts of an answer that a client sees and that do not vary from call to call."""
 
     status: int
     type: str
@@ -172,7 +172,7 @@ def shown(status: int, kind: str, body: bytes) -> Any:
 
 
 def stream_shown(body: bytes) -> Any:
-    """The kinds of events in their order, and all that they say: vLLM may join tokens of events."""
+    """The kinds of events in order, and their joined text: vLLM may merge tokens into one event."""
     kinds: list[Any] = []
     words = ""
     for event in body.decode().split("\n\n"):
@@ -201,7 +201,7 @@ def texts(value: Any) -> Iterator[str]:
 
 
 def fixed(value: Any) -> Any:
-    """A value without what is another each time."""
+    """A value without the parts that vary from call to call."""
     if isinstance(value, dict):
         return {name: fixed(inner) for name, inner in value.items() if name not in VARIES}
     return [fixed(inner) for inner in value] if isinstance(value, list) else value
@@ -257,7 +257,7 @@ def fleet(engine: StartEngine, tmp_path_factory: pytest.TempPathFactory) -> Flee
     return fleet
 
 
-def test_every_difference_is_listed(fleet: Fleet) -> None:
+def test_every_difference_from_a_plain_engine_is_listed(fleet: Fleet) -> None:
     found: dict[str, dict[str, tuple[Any, Any]]] = {}
     all_cases = cases(fleet.plain.model)
     with fleet.router() as router:
@@ -281,7 +281,7 @@ COLD = " Say something of the sea, the wind, the stars, and of an old stone hous
 
 
 def usage(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The last usage that an answer tells, streamed or not."""
+    """The last usage that an answer reports, streamed or not."""
     case = Case("", path, json.dumps(body).encode())
     connection = http.client.HTTPConnection(LOOPBACK, server.port.number, timeout=TIMEOUT_S)
     connection.request("POST", case.path, case.body, dict(case.headers))
@@ -309,7 +309,7 @@ def total(usage: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("hand_over", ["streamed", "after"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_that_nobody_has_sent_was_not_cached(
+def test_usage_of_a_new_prompt_reports_no_cached_tokens(
     fleet: Fleet, hand_over: str, stream: bool
 ) -> None:
     told = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several pictures, one picture twice, videos; and engines too small for what they are shown.
+"""Several pictures, one picture twice, videos; and engines with too small caches.
 
 An encoder and its consumers over S3, each with a host cache of its own, as on hosts of their own.
 """
@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.s3, needs_encoder_metrics, on_each
 ENCODED, LOADED = "ecshare_items/encoded", "ecshare_items/loaded"
 SHOWS_VIDEOS = '--limit-mm-per-prompt={"image": 4, "video": 1}'
 LARGE = 644
-"""Pixels; such a picture has 529 tokens."""
+"""Side length in pixels; such a picture has 529 tokens."""
 CUT_PREFILLS = ("--enable-chunked-prefill", "--max-num-batched-tokens=48")
 """No step takes a whole picture."""
 SMALL = (
@@ -46,7 +46,7 @@ SMALL = (
     # longer prompts allowed, it would be a video, though only as an embedding.
     '--limit-mm-per-prompt={"image": 4, "video": 0}',
     "--max-model-len=1728",
-    # One of them belongs to nobody: 1728 tokens of KV, for all requests together.
+    # vLLM reserves one block: 1728 tokens of KV remain for all requests together.
     "--block-size=32",
     "--num-gpu-blocks-override=55",
     "--no-enable-prefix-caching",
@@ -59,14 +59,14 @@ class Fleet(NamedTuple):
     roomy: EngineProcess
     """A consumer that reaches the store through `proxy`."""
     small: EngineProcess
-    """A consumer with less than it needs of everything; see SMALL."""
+    """A consumer whose caches are too small for its requests; see SMALL."""
     proxy: ProxyProcess
 
     def encode(self, *content: dict[str, Any], **fields: Any) -> Answer:
         return ask(self.encoder, self.encoder.model, list(content), **fields)
 
     def ask_roomy(self, encoded: Answer, *content: dict[str, Any]) -> Answer:
-        """Ask about what the encoder has just encoded."""
+        """Ask `roomy` about items that the encoder has just encoded."""
         return ask(self.roomy, self.roomy.model, [*content, QUESTION], **passed_on(encoded))
 
     def expected(self, *content: dict[str, Any], **fields: Any) -> list[int]:
@@ -110,7 +110,7 @@ def fleet(
         yield fleet
 
 
-def test_one_picture_twice_and_another_are_two_items(fleet: Fleet) -> None:
+def test_picture_shown_twice_is_encoded_once(fleet: Fleet) -> None:
     shown = [picture(1, "one"), picture(2, "two"), picture(1, "one")]
     with counting(fleet.encoder) as first:
         encoded = fleet.encode(*shown)
@@ -126,7 +126,7 @@ def test_one_picture_twice_and_another_are_two_items(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("frames_per_s", [1, 2])
-def test_a_video_is_loaded(fleet: Fleet, frames_per_s: int) -> None:
+def test_consumer_loads_a_video(fleet: Fleet, frames_per_s: int) -> None:
     film, still = f"film {frames_per_s}", f"still {frames_per_s}"
     shown = [video(1, film, frames_per_s), picture(3, still)]
     with counting(fleet.encoder) as first:
@@ -137,7 +137,7 @@ def test_a_video_is_loaded(fleet: Fleet, frames_per_s: int) -> None:
     if frames_per_s == 2:
         sent = announced(encoded, film, "video")
     else:
-        # Without its frames, a consumer takes a video for one of two frames a second.
+        # Without its frames, a consumer assumes two frames a second.
         for told in (encoded, again):
             assert told.body["ec_transfer_params"][film]["metadata"] == {}
         sent = shown[0]
@@ -149,7 +149,7 @@ def test_a_video_is_loaded(fleet: Fleet, frames_per_s: int) -> None:
     assert answer.tokens != fleet.expected(video(1, None, 3 - frames_per_s), shown[1])
 
 
-def test_what_prefix_caching_covers_is_not_loaded_again(fleet: Fleet) -> None:
+def test_items_in_the_cached_prefix_are_not_loaded(fleet: Fleet) -> None:
     between = text("Why is the sky blue? " * 10)
     shown = [picture(11, "eleven", 448), between, picture(12, "twelve")]
     other = [*shown[:2], picture(13, "thirteen")]
@@ -166,7 +166,7 @@ def test_what_prefix_caching_covers_is_not_loaded_again(fleet: Fleet) -> None:
     assert (gained[LOADED], gained[ENCODED]) == (1, 0)
 
 
-def test_prefills_cut_inside_pictures_that_the_encoder_cache_cannot_hold(fleet: Fleet) -> None:
+def test_chunked_prefill_with_a_small_encoder_cache_loads_pictures(fleet: Fleet) -> None:
     shown = [picture(20 + number, f"large {number}", LARGE) for number in range(3)]
     encoded = fleet.encode(*shown)
     small = fleet.small
@@ -183,7 +183,7 @@ def test_prefills_cut_inside_pictures_that_the_encoder_cache_cannot_hold(fleet: 
 
 
 def test_preempted_requests_resume_with_the_same_tokens(fleet: Fleet) -> None:
-    # Three fit with their prompts, one with its answer. Only the last one's picture is still there.
+    # Three prompts fit, or one with its answer. Only the last picture is still cached.
     shown = [picture(30 + number, f"preempted {number}", LARGE) for number in range(4)]
     encoded = [fleet.encode(each) for each in shown]
     expected = [fleet.expected(each, max_tokens=330) for each in shown]
@@ -202,7 +202,7 @@ def test_preempted_requests_resume_with_the_same_tokens(fleet: Fleet) -> None:
     assert gained[ENCODED] == 0
 
 
-def test_a_client_that_leaves_while_its_embedding_is_on_its_way(fleet: Fleet) -> None:
+def test_client_disconnect_during_a_load_leaves_the_engine_working(fleet: Fleet) -> None:
     encoded = fleet.encode(picture(40, "forty"))
     content = announced(encoded, "forty")
     roomy = fleet.roomy

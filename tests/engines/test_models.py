@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small model is good for comparing tokens: they depend on everything, and on nothing else."""
+"""The small model suits token comparisons: its tokens depend on all inputs, and on nothing else."""
 
 from pathlib import Path
 

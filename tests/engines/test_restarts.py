@@ -15,7 +15,7 @@ from tests.releases import needs_encoder_metrics
 pytestmark = [pytest.mark.engine, pytest.mark.models, needs_encoder_metrics, on_each_runner]
 
 
-def test_what_was_encoded_before_a_restart_is_loaded(
+def test_restarted_engine_loads_embeddings_from_before(
     engine: StartEngine, plain: EngineProcess, tmp_path: Path, runner: ModelRunner
 ) -> None:
     host = tmp_path / "host"

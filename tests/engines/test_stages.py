@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine encodes, one prefills, one decodes: the tokens are those of one that does it all.
+"""One engine encodes, one prefills, one decodes: the tokens equal those of a single engine.
 
 What P and D load of each other and of E may be lost on the way.
 """
@@ -39,7 +39,7 @@ from tests.engines.chat import (
 from tests.engines.runners import V2_IN_THE_GATE, on
 from tests.releases import ANNOUNCES_AT_EVERY_ENDPOINT, HAS_ENCODER_METRICS
 
-# Of V1 other tests of the gate tell the same.
+# Other tests of the gate cover the same on V1.
 pytestmark = [pytest.mark.engine, on(pytest.param("v1", marks=pytest.mark.models), V2_IN_THE_GATE)]
 
 BLOCK = 32
@@ -89,7 +89,7 @@ def fleet(
     traced = f"--otlp-traces-endpoint={collector.endpoint}"
 
     def stage(name: str) -> EngineProcess:
-        # A host cache of its own: what it has comes from the store.
+        # A host cache of its own, so its hits come from the store.
         options = {"host_cache_dir": f"{root}/{name}-host", "wait_s": 10}
         ec = ec_argument("consumer", store, **options)
         kv = kv_argument("both", store, chunk_tokens=2 * BLOCK, **options)
@@ -104,7 +104,7 @@ def fleet(
     return fleet
 
 
-def test_v2_engines_schedule_ahead_as_on_a_gpu(fleet: Fleet, runner: ModelRunner) -> None:
+def test_v2_engines_schedule_asynchronously(fleet: Fleet, runner: ModelRunner) -> None:
     for each in (fleet.p, fleet.d):
         asked = f"{each.base_url}/server_info?config_format=json"
         with urllib.request.urlopen(asked, timeout=30) as reply:
@@ -112,7 +112,7 @@ def test_v2_engines_schedule_ahead_as_on_a_gpu(fleet: Fleet, runner: ModelRunner
         assert config["async_scheduling"] == (runner == "v2")
 
 
-def test_d_computes_one_token_and_needs_no_pixels(fleet: Fleet) -> None:
+def test_decoder_without_pixels_computes_one_token(fleet: Fleet) -> None:
     shown = [STORY, picture(1, "one"), picture(2, "two"), QUESTION]
     encoded = fleet.encode(*shown[1:3])
     content = [STORY, announced(encoded, "one"), announced(encoded, "two"), QUESTION]
@@ -128,7 +128,7 @@ def test_d_computes_one_token_and_needs_no_pixels(fleet: Fleet) -> None:
     assert other != warm.tokens, "the tokens do not depend on the pictures: no test"
 
 
-def test_a_lost_embedding_fails_that_request_and_the_engines_serve_on(fleet: Fleet) -> None:
+def test_lost_embedding_fails_only_its_request(fleet: Fleet) -> None:
     lost = announced(fleet.encode(picture(3, "three")), "three") | {"uuid": "lost"}
     for each in (fleet.p, fleet.d):
         failed = ask(each, each.model, [lost, QUESTION])
@@ -139,7 +139,7 @@ def test_a_lost_embedding_fails_that_request_and_the_engines_serve_on(fleet: Fle
 
 
 @pytest.mark.parametrize("loses", ["some", "all"])
-def test_lost_kv_is_computed_again_from_the_embedding(fleet: Fleet, loses: str) -> None:
+def test_lost_kv_is_recomputed_from_the_embedding(fleet: Fleet, loses: str) -> None:
     seed, uuid = (5, 6)[loses == "all"], f"loses {loses}"
     shown = [text(f"{loses} is lost"), picture(seed, uuid), STORY, QUESTION]
     encoded = fleet.encode(shown[1])
@@ -158,8 +158,8 @@ def test_lost_kv_is_computed_again_from_the_embedding(fleet: Fleet, loses: str) 
         assert gained[LOADED] == 1
 
 
-def test_spoiled_kv_is_computed_again_from_the_embedding(fleet: Fleet) -> None:
-    """D is promised it, and finds out when the request has its blocks."""
+def test_damaged_kv_is_recomputed_from_the_embedding(fleet: Fleet) -> None:
+    """The look-up of D succeeds; the damage shows when the request has its blocks."""
     shown = [text("what is spoiled"), picture(7, "seven"), STORY, QUESTION]
     encoded = fleet.encode(shown[1])
     content = [shown[0], announced(encoded, "seven"), *shown[2:]]
@@ -176,14 +176,14 @@ def test_spoiled_kv_is_computed_again_from_the_embedding(fleet: Fleet) -> None:
         assert gained[LOADED] == 1
 
 
-# --- what others send ---
+# --- requests of other coordinators and clients ---
 
 
 @pytest.mark.parametrize("returned", [False, True])
-def test_a_coordinator_of_llm_d_needs_no_router(fleet: Fleet, returned: bool) -> None:
-    """examples/coordinator says the same."""
+def test_llm_d_coordinator_works_without_a_router(fleet: Fleet, returned: bool) -> None:
+    """examples/coordinator describes the same requests."""
     shown = [text(f"returned: {returned}"), picture(8 + returned), STORY, QUESTION]
-    fleet.encode(shown[1])  # nothing of the answer is passed on
+    fleet.encode(shown[1])  # the coordinator passes on nothing of the answer
     for_p = {"do_remote_decode": True, "do_remote_prefill": False}
     prefilled = ask(fleet.p, fleet.p.model, shown, max_tokens=1, kv_transfer_params=for_p)
     params = prefilled.body["kv_transfer_params"] if returned else {}
@@ -204,7 +204,7 @@ def router(fleet: Fleet) -> Iterator[RouterProcess]:
 
 
 Said = tuple[Any, str]
-"""An answer, and which way it took."""
+"""An answer, and the engines that it passed through."""
 
 
 def client_of(server: Server) -> openai.OpenAI:
@@ -274,7 +274,7 @@ def message(server: Server, model: str, number: int) -> Said:
 
 
 @pytest.mark.parametrize("ask_at", [complete, chat, respond, message])
-def test_every_endpoint_gives_the_answer_of_a_plain_engine(
+def test_every_endpoint_gives_the_plain_answer(
     fleet: Fleet, router: RouterProcess, ask_at: Any
 ) -> None:
     model = fleet.plain.model
@@ -291,7 +291,7 @@ def test_every_endpoint_gives_the_answer_of_a_plain_engine(
     assert answer != other, "the answer does not depend on the prompt: no test"
 
 
-def test_one_trace_tells_what_router_engines_and_connectors_did(
+def test_one_trace_has_spans_of_router_engines_and_connectors(
     fleet: Fleet, router: RouterProcess
 ) -> None:
     trace_id = uuid4().hex  # the collector has the spans of both runners
@@ -308,11 +308,11 @@ def test_one_trace_tells_what_router_engines_and_connectors_did(
         return [each for each in got if each.parent_id == span.span_id]
 
     def of(stage: str) -> dict[str, CollectedSpan]:
-        """What an engine and its connectors did in the call of a stage."""
+        """The spans of an engine and its connectors in the call of a stage."""
         (call,) = [each for each in under(whole) if each.name == f"ecshare.{stage}"]
         return {each.name: each for each in under(call)}
 
-    # Each process tells of its own in its own time.
+    # Each process exports its spans at its own time.
     got = fleet.collector.trace(
         trace_id, lambda spans: Counter(each.name for each in spans) >= SPANS_OF_A_TRACE
     )

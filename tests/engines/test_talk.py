@@ -85,7 +85,7 @@ def fleet(
     with engines(LOGS / f"{__name__}.{runner}", vlm, forks) as start:
 
         def consumer(name: str) -> EngineProcess:
-            # A host cache of its own: what it has comes from the store.
+            # A host cache of its own, so its hits come from the store.
             host = f"{root}/{name}-host"
             kv = kv_argument("both", url, host_cache_dir=host, chunk_tokens=2 * BLOCK)
             ec = ec_argument("consumer", url, host_cache_dir=host)
@@ -116,7 +116,7 @@ def counting(*servers: Server) -> Iterator[list[Counter[tuple[str, str]]]]:
         gained.append(Counter({name: int(n - known.get(name, 0)) for name, n in after.items()}))
 
 
-def test_five_turns(fleet: Fleet) -> None:
+def test_conversation_of_five_turns_gives_the_plain_tokens(fleet: Fleet) -> None:
     messages: list[dict[str, Any]] = []
     num_said = 0  # tokens of the latest prompt and its answer
     taken = [0, 0]

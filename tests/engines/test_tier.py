@@ -18,7 +18,7 @@ STORY = "Tell me a story about the sea, the wind and the stars, and of an old st
 
 
 def offloading(name: str, model: Path, root: Path) -> EngineProcess:
-    """An engine with a host cache of its own: what it has comes from the store."""
+    """An engine with a host cache of its own, so its hits come from the store."""
     tier = {
         "type": "KVShareTier",
         "module_path": "kvshare.tier",
@@ -46,7 +46,7 @@ def wait_stored(root: Path, num_objects: int) -> None:
     wait_until(lambda: len(list(objects.glob("*/??/*"))) >= num_objects, "not stored", 60.0)
 
 
-def test_an_engine_loads_what_another_has_left(
+def test_engine_loads_chunks_stored_by_another(
     plain: EngineProcess, vlm: Path, tmp_path: Path
 ) -> None:
     right = ask(plain.wait_ready(), plain.model, [text(STORY)])

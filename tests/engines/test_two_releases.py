@@ -31,9 +31,9 @@ def other_generation() -> str:
     return said.stdout.splitlines()[-1]
 
 
-def test_engines_of_two_releases_share_or_say_why_not(engine: StartEngine, tmp_path: Path) -> None:
-    """Each computes a prompt that the other one then has. Equal tokens: the kernels of both mean
-    the same by a block.
+def test_engines_of_two_releases_share_or_log_why_not(engine: StartEngine, tmp_path: Path) -> None:
+    """Each release computes a prompt that the other then loads. Equal tokens show that the
+    kernels of both read a block alike.
     """
     share = other_generation() == layout_generation()
 

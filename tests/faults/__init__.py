@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines do while their store fails: real engines, real servers, requests all the time."""
+"""Real engines under load while their store fails, with real servers."""

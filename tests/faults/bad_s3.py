@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An S3 server that answers wrongly on purpose: what no real server can be made to do.
+"""An S3 server that answers wrongly on purpose, in ways that no real server can be made to.
 
     with bad_s3() as server:
         server.faults = modes("get:half delete:403")    # half of each object; nothing is deleted
-        server.faults = {}                              # well again
+        server.faults = {}                              # works again
 
-It keeps objects in memory and knows as much of S3 as obstore and s3fs ask for: create-only PUT, GET
-with ranges, HEAD, DELETE of one or many, ListObjectsV2. Its ETags are MD5s, as S3's are.
+It keeps objects in memory and supports the part of S3 that obstore and s3fs use: create-only PUT,
+GET with ranges, HEAD, DELETE of one or many, ListObjectsV2. Its ETags are MD5s, as S3's are.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from tests.ecshare.store.scripted import Asked, Scripted
 
 BUCKET = "bucket"
 DATE = "Mon, 23 Nov 2026 00:00:00 GMT"
-NOBODY = "http://127.0.0.1:1/"
+UNREACHABLE = "http://127.0.0.1:1/"
 WEB_PAGE = b"<html><body>We are back soon.</body></html>\n" * 200
 ERROR = b"<Error><Code>InternalError</Code><Message>Words.</Message></Error>"
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
@@ -52,7 +52,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer, and how it goes out."""
+    """An answer, and how it is sent."""
 
     status: int
     body: bytes = b""
@@ -61,7 +61,7 @@ class Reply:
     length: int | None = None
     """What Content-Length says instead of the truth."""
     num_sent: int | None = None
-    """How much of the body goes out; None: all of it."""
+    """How many bytes of the body are sent; None: all."""
     then: Literal["go on", "close", "reset", "hang"] = "go on"
     drips: bool = False
     raw: bytes | None = None
@@ -94,7 +94,7 @@ class BadS3(Scripted):
         super().__init__(self._answer_one)
         self.objects: dict[str, Stored] = {}
         self.deleted: set[str] = set()
-        """Keys that somebody has had deleted."""
+        """Keys of objects that a request has deleted."""
         self.num_asked = 0
         self._lock = threading.Lock()  # guards the counter and the dice
         self._dice = random.Random(1)
@@ -120,11 +120,11 @@ class BadS3(Scripted):
             return self._dice.random() < 0.5
 
     def shutdown_request(self, request: Any) -> None:
-        """Without the orderly end that would come before a reset."""
+        """Close without the orderly shutdown, which would precede a reset."""
         self.close_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Clients that leave are no news."""
+        """Ignore clients that disconnect."""
 
     def _answer_one(self, asked: Asked) -> None:
         with self._lock:
@@ -178,7 +178,7 @@ class Site:
 
 
 def honest(site: Site) -> Reply:
-    """Do and answer what S3 would."""
+    """Act and answer as S3 would."""
     match site.verb:
         case "put":
             return _put(site, site.asked.body)
@@ -226,7 +226,7 @@ def listing(
     date: str = "2026-11-23T00:00:00.000Z",
     size: int | None = None,
 ) -> Reply:
-    """Answer ListObjectsV2; lie where an argument says so."""
+    """Answer ListObjectsV2, wrongly where an argument asks for it."""
     prefix, objects = site.query.get("prefix", ""), site.server.objects
     keys = sorted(key for key in tuple(objects) if key.startswith(prefix)) * repeat + [*more_keys]
     text = (
@@ -248,7 +248,7 @@ def listing(
     return Reply(200, f"{text}</ListBucketResult>".encode(), headers)
 
 
-# --- how an answer goes out ---
+# --- sending ---
 
 
 def _send(asked: Asked, reply: Reply, changed: threading.Event) -> None:
@@ -296,7 +296,7 @@ def always(reply: Reply) -> Fault:
 
 
 def after(change: Callable[[Reply], Reply]) -> Fault:
-    """Do what is asked for, and spoil the answer, if it is one with a body."""
+    """Carry out the request, and change the answer if it has a body."""
 
     def fault(site: Site) -> Reply:
         reply = honest(site)
@@ -306,7 +306,7 @@ def after(change: Callable[[Reply], Reply]) -> Fault:
 
 
 def reading(change: Callable[[bytes], bytes], *, fits: bool = False) -> Fault:
-    """Send other bytes than are stored. `fits`: their own ETag, not that of what is stored."""
+    """Send other bytes than the stored ones. `fits`: with their own ETag, not the stored one."""
 
     def fault(site: Site) -> Reply:
         if site.stored is None:
@@ -348,7 +348,7 @@ def zeroed(body: bytes) -> bytes:
 
 
 def _flipped_anywhere(site: Site) -> Reply:
-    """Another bit each time."""
+    """Flip another bit in each answer."""
     if site.stored is None:
         return honest(site)
     body = bytearray(site.stored.body)
@@ -357,7 +357,7 @@ def _flipped_anywhere(site: Site) -> Reply:
 
 
 def _another(site: Site) -> Reply:
-    """Send the next object that is stored."""
+    """Send the bytes of another stored object."""
     keys = sorted(site.server.objects)
     if site.stored is None or len(keys) < 2:
         return honest(site)
@@ -366,7 +366,7 @@ def _another(site: Site) -> Reply:
 
 
 def _headers(**changed: str | None) -> Fault:
-    """Answer with other headers; None: without that one."""
+    """Answer with other headers; None removes one."""
 
     def change(reply: Reply) -> Reply:
         headers = dict(reply.headers)
@@ -393,7 +393,7 @@ def _whole(site: Site) -> Reply:
 
 
 def _range(change: Callable[[int, int, int], str], shift: int = 0) -> Fault:
-    """Say another range than is sent, or send another one than is said."""
+    """Declare another range than is sent, or send another one than is declared."""
 
     def fault(site: Site) -> Reply:
         reply = honest(site)
@@ -429,7 +429,7 @@ def _torn(site: Site) -> Reply:
 
 
 def _exists(reply: Reply) -> Fault:
-    """Somebody else has just stored the same object, and `reply` says so. Nothing is replaced."""
+    """As if another writer had just stored the same object: nothing is replaced, answer `reply`."""
 
     def fault(site: Site) -> Reply:
         if "if-none-match" in site.asked.headers:
@@ -457,18 +457,20 @@ ANY: dict[str, Fault] = {
     "403": always(refused(403, "AccessDenied")),
     "skew": always(refused(403, "RequestTimeTooSkewed")),
     "no-bucket": always(refused(404, "NoSuchBucket")),
-    # These mean that something was in the way, whatever was asked.
+    # These report a conflict or a redirect, whatever was requested.
     "304": always(Reply(304)),
     "409": always(refused(409, "OperationAborted")),
     "412": always(Reply(412)),
     "moved": _moved_to_itself,
-    "moved-away": always(replace(refused(301, "PermanentRedirect"), headers={"Location": NOBODY})),
+    "moved-away": always(
+        replace(refused(301, "PermanentRedirect"), headers={"Location": UNREACHABLE})
+    ),
     "flaky": _now_and_then,
 }
-"""What may befall every kind of request."""
+"""Faults of every kind of request."""
 
 GET: dict[str, Fault] = {
-    # Other bytes than are stored.
+    # Other bytes than the stored ones.
     "web-page": _page(WEB_PAGE, has_etag=False),
     "web-page-with-etag": _page(WEB_PAGE, has_etag=True),
     "error-with-200": _page(ERROR, has_etag=True),
@@ -513,7 +515,7 @@ DAMAGING = (
     "longer", "longer-with-its-etag", "flipped", "flipped-with-its-etag", "flipped-in-front",
     "flipped-anywhere", "zeroed", "another",
 )  # fmt: skip
-"""The GET faults that answer in good order, with other bytes than are stored."""
+"""The GET faults with well-formed answers and other bytes than the stored ones."""
 
 PUT: dict[str, Fault] = {
     "exists": _exists(refused(412, "PreconditionFailed")),
@@ -529,7 +531,7 @@ PUT: dict[str, Fault] = {
     "done-but-reset": _done_but_reset,
 }
 LIES = ("put:lost", "put:torn")
-"""The server says that it has stored an object, and has not: nobody can know before it is read."""
+"""The server reports a successful upload without storing all of it: only a later read shows it."""
 HEAD: dict[str, Fault] = {
     "everything": always(Reply(200, bytes(100), {"ETag": etag_of(b""), "Last-Modified": DATE})),
     "missing": always(refused(404, "NoSuchKey")),

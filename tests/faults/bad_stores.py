@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfer engines over a bad S3 server, and what must hold whatever it answers.
+"""Transfer engines over a bad S3 server, and the conditions that hold for all its answers.
 
-What was saved is in the bucket; no byte that is given out is wrong; no job hangs; `close` returns;
-no good object leaves the store; saves that fail cost no loads; and soon after the server is well
-again, so are loads and saves.
+Saved objects are in the bucket; loads return no wrong byte; no job hangs; `close` returns; no good
+object is deleted; failed saves cost no loads; and soon after the server recovers, loads and saves
+succeed again.
 """
 
 import contextlib
@@ -32,15 +32,15 @@ from tests.faults.bad_s3 import BUCKET, LIES, BadS3, Stored, bad_s3, modes
 IO_TIMEOUT_S = 3.0
 FETCH_TIMEOUT_S = 4.0
 HANGS_S = 60.0
-"""Nothing here takes so long unless it hangs."""
+"""A job that takes so long counts as hanging."""
 QUIET_S = 0.5
-"""Who goes on asking asks more often."""
+"""An engine that still polls would send a request within this time."""
 FACTS = {"model": "a model"}
 NAMESPACE = namespace_digest(FACTS)
 PATH = "options"
 
 SPARE = "spare"
-"""Nobody asks for it while the server fails."""
+"""The object that no job requests while the server fails."""
 SHAPES = {"small": (16, 64), "medium": (300, 1024), "large": (2, 1 << 20), SPARE: (16, 64)}
 ASKED = [name for name in SHAPES if name != SPARE]
 NO_MD5 = f'"{"0" * 32}-2"'
@@ -53,7 +53,7 @@ def key_of(name: str) -> Key:
 
 
 def tensor_of(name: str) -> Tensor:
-    """What is stored under `name`: another one for each name."""
+    """The tensor that is stored under `name`; each name has another one."""
     shape = SHAPES.get(name, (16, 64))
     dice = torch.Generator().manual_seed(sum(name.encode()))
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=dice)
@@ -61,13 +61,13 @@ def tensor_of(name: str) -> Tensor:
 
 @dataclass
 class World:
-    """A bad S3 server with good objects in it, and engines that reach it by one road."""
+    """A bad S3 server with good objects, and engines that use one client library."""
 
     road: str
     server: BadS3
     folder: Path
     good: dict[str, Stored] = field(default_factory=dict)
-    """The objects that every test begins with."""
+    """The objects in the bucket when a test begins."""
     _staging: Staging = field(default_factory=lambda: Staging(torch.device("cpu"), 1 << 28))
     _numbers: Iterator[int] = field(default_factory=count)
 
@@ -78,7 +78,7 @@ class World:
         self.good = dict(self.server.objects)
 
     def begin(self) -> None:
-        """Have the server well, and everything as it was."""
+        """Reset the server: no faults, and the objects of `good`."""
         self.server.faults = {}
         self.server.objects = dict(self.good)
         self.server.deleted = set()
@@ -111,7 +111,7 @@ class World:
         return f"new {next(self._numbers)}"
 
     def start_up(self, engine: TransferEngine) -> None:
-        """Of a well server: again, if this machine is so busy that it does not answer in time."""
+        """Start over a working server; retry if this machine is too busy to answer in time."""
 
         def has_started() -> bool:
             with contextlib.suppress(ConfigError):
@@ -133,7 +133,7 @@ class World:
         return self._ended(engine, jobs)
 
     def load(self, engine: TransferEngine, *names: str) -> Counter[Outcome]:
-        """Fetch objects; return how it ended. What came must be right."""
+        """Fetch objects; return the outcomes. Check the bytes of those that are loaded."""
         jobs: list[Job[Any]] = [
             Fetch(key_of(name), FETCH_TIMEOUT_S, PROLOGUE_BYTES + tensor_of(name).nbytes)
             for name in names
@@ -158,7 +158,7 @@ class World:
         assert len(ended) == len(jobs)
         return ended
 
-    def check_none_is_lost(self) -> None:
+    def check_no_good_object_is_deleted(self) -> None:
         lost = {name for name in SHAPES if key_of(name) in map(_plain, self.server.deleted)}
         assert not lost, f"good objects were removed: {sorted(lost)}"
 
@@ -181,7 +181,7 @@ class World:
         return any(_plain(key) == key_of(name) for key in tuple(self.server.objects))
 
     def check_stored(self, names: Sequence[str], saved: Sequence[Done[Any]]) -> None:
-        """Each save that ended well is in the bucket, byte for byte."""
+        """Check that each successful save is in the bucket, byte for byte."""
         ended = {done.job.key: done.outcome for done in saved if isinstance(done.job, Put)}
         assert len(ended) == len(names)
         for name in names:
@@ -191,7 +191,7 @@ class World:
                 assert held.body[PROLOGUE_BYTES:] == tensor_of(name).numpy().tobytes()
 
     def replace(self, name: str, stored: Stored) -> None:
-        """As if somebody had damaged it in the store."""
+        """Damage an object in the store."""
         assert self.is_stored(name)
         self.server.objects[f"cache/{key_of(name)}"] = stored
 
@@ -209,7 +209,7 @@ def world(road: str, folder: Path) -> Iterator[World]:
 
 
 def check_jobs(at: World, mode: str) -> None:
-    """Saves, loads and look-ups while the server fails as `mode` says, and afterwards."""
+    """Save, load and look up while the server has the faults of `mode`, and after it recovers."""
     at.begin()
     with at.engine() as engine:
         at.start_up(engine)
@@ -223,16 +223,16 @@ def check_jobs(at: World, mode: str) -> None:
             assert loaded == {Outcome.OK: len(ASKED)}, "saves that fail cost loads"
         at.look_up(engine)
         at.load(engine, *ASKED)
-        at.check_none_is_lost()
+        at.check_no_good_object_is_deleted()
         at.check_heals(engine)
         at.server.faults = modes(mode)
         coming = [Fetch(key_of(at.new_name()), HANGS_S, is_announced=True) for _ in range(3)]
         engine.submit(*coming)
-    at.check_none_is_lost()
+    at.check_no_good_object_is_deleted()
 
 
 def check_start(at: World, mode: str) -> None:
-    """An engine that starts meanwhile does so, or says in a sentence why not; then it is quiet."""
+    """An engine starts during the faults or is refused in one line; closed, it sends no request."""
     at.begin()
     at.server.faults, said = modes(mode), PATH
     with at.engine() as engine:
@@ -242,17 +242,17 @@ def check_start(at: World, mode: str) -> None:
             said = str(exc)
     assert PATH in said
     assert "\n" not in said
-    at.check_none_is_lost()
+    at.check_no_good_object_is_deleted()
 
     def is_quiet() -> bool:
         before = at.server.num_asked
         return not threading.Event().wait(QUIET_S) and at.server.num_asked == before
 
-    wait_until(is_quiet, "an engine that was closed goes on asking")
+    wait_until(is_quiet, "a closed engine still sends requests")
 
 
 def check_damaged(at: World, name: str, body: bytes, etag: str = "", mode: str = "") -> None:
-    """What is damaged in the store itself is not given out, and the next save makes it good.
+    """An object that is damaged in the store is not loaded, and the next save replaces it.
 
     `mode`: how the server fails when the damage is found.
     """
@@ -264,10 +264,10 @@ def check_damaged(at: World, name: str, body: bytes, etag: str = "", mode: str =
         assert not at.load(engine, name)[Outcome.OK]
         at.server.faults = {}
         at.server.deleted.discard(f"cache/{key_of(name)}")
-        at.check_none_is_lost()
+        at.check_no_good_object_is_deleted()
         assert at.save(engine, name)[0].outcome is Outcome.OK
     with at.engine() as other:
         at.start_up(other)
         loaded = at.load(other, *ASKED)
-        assert loaded == {Outcome.OK: len(ASKED)}, "it was not made good"
-    at.check_none_is_lost()
+        assert loaded == {Outcome.OK: len(ASKED)}, "the damaged object was not replaced"
+    at.check_no_good_object_is_deleted()

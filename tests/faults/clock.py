@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A clock that can be moved under running processes, and under nobody else."""
+"""A clock that can be moved for running processes of a test, and for no others."""
 
 import shutil
 import struct
@@ -18,7 +18,7 @@ class Clock:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Compile what those processes preload. `folder` must stay."""
+        """Compile the library that those processes preload. `folder` must stay."""
         compiler = shutil.which("cc")
         if compiler is None:
             raise FileNotFoundError("no C compiler (cc)")
@@ -30,10 +30,10 @@ class Clock:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What puts a process under this clock."""
+        """The environment of a process that uses this clock."""
         return {"LD_PRELOAD": str(self._library), "ECSHARE_CLOCK": str(self._ahead)}
 
     def move(self, ahead_s: int) -> None:
-        """From now on it is `ahead_s` later than it is, or earlier."""
+        """Set the clock `ahead_s` ahead of the real time; negative: behind it."""
         with self._ahead.open("r+b" if self._ahead.exists() else "wb") as file:
             file.write(_SECONDS.pack(ahead_s))  # in place: it is mapped

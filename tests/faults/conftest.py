@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Minutes, not seconds: only `-m faults` runs what is here (`make test-faults`)."""
+"""The tests of this folder take minutes: only `-m faults` runs them (`make test-faults`)."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="module")
 def disks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SmallDisk, ...]]:
-    """Three file systems of their own: a store's, an encoder's and a consumer's host cache."""
+    """Three separate file systems: of the store, and of the host caches of encoder and consumer."""
     root = tmp_path_factory.mktemp("disks")
     with ExitStack() as stack:
         mounted = []

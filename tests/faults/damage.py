@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an object in a folder may be replaced by, and that engines get over it."""
+"""Damaged and unfit objects, to replace good ones in a folder."""
 
 import time
 from collections import deque
@@ -39,7 +39,7 @@ def flipped_in_the_header(whole: bytes) -> bytes:
 DAMAGE: list[Callable[[bytes], bytes]] = [
     truncated, cut_in_the_header, empty, flipped_in_the_payload, flipped_in_the_header,
 ]  # fmt: skip
-# What a well-made object says of itself, in place of F32 and its shape.
+# The dtype and shape of a well-formed object that no engine can use, by name of the defect.
 UNFIT: dict[str, Callable[[Shape], tuple[str, Shape]]] = {
     "wrong dtype": lambda shape: ("F16", shape),
     "wrong count": lambda shape: ("F32", (shape[0] - 1, *shape[1:])),
@@ -60,15 +60,15 @@ def unfit(name: str, whole: bytes, key: str) -> bytes:
     return bytes(made)
 
 
-# An engine that finds more than this within a minute removes nothing for a while.
+# An engine that finds more damaged objects than this within a minute pauses their removal.
 _MOST_A_MINUTE = 8
 _replaced_s: deque[float] = deque(maxlen=_MOST_A_MINUTE)
 
 
 def replace(path: Path, body: bytes) -> None:
-    """Put `body` in an object's place, as a new file: engines may have linked the old one.
+    """Replace an object by `body`, as a new file: engines may have linked the old one.
 
-    Waits until this is no more than single objects of a store may suffer.
+    Waits so that engines do not pause the removal of damaged objects.
     """
     if len(_replaced_s) == _MOST_A_MINUTE:
         time.sleep(max(0.0, _replaced_s[0] + 61 - time.monotonic()))
@@ -77,8 +77,8 @@ def replace(path: Path, body: bytes) -> None:
     path.write_bytes(body)
 
 
-def most_memory_bytes(server: Server) -> int:
-    """The most that the server's processes have had so far, each for itself, added up."""
+def peak_memory_bytes(server: Server) -> int:
+    """The sum of the peak memory of each of the server's processes."""
     total = 0
     for process in server.processes():
         status = Path(f"/proc/{process}/status").read_text()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small file systems that can run full and turn read-only, in memory."""
+"""Small file systems in memory that can run full and turn read-only."""
 
 import contextlib
 import errno
@@ -12,7 +12,7 @@ _FILLER = "filler"
 
 
 class SmallDisk:
-    """A tmpfs of `num_bytes` on `folder`, which is made. Needs the right to mount."""
+    """A tmpfs of `num_bytes` on `folder`, which is created. Needs the right to mount."""
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
         self.folder = folder
@@ -28,7 +28,7 @@ class SmallDisk:
 
     @contextlib.contextmanager
     def full(self) -> Iterator[None]:
-        """Nothing in it can grow, and nothing be added that has a byte."""
+        """Fill the disk: no file can grow, and new files stay empty."""
         filler = self.folder / _FILLER
         with filler.open("wb", buffering=0) as file:
             for piece_bytes in (1 << 20, 1 << 12):
@@ -41,7 +41,7 @@ class SmallDisk:
 
     @contextlib.contextmanager
     def read_only(self) -> Iterator[None]:
-        """For whoever comes by its path; files that are open already stay as they are."""
+        """Make the disk read-only for accesses by path; open files stay writable."""
         self._run("mount", "--bind", str(self.folder))
         try:
             self._run("mount", "-o", "remount,bind,ro")

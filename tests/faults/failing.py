@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where stores lie in these tests, and what may befall them: each for the length of a block."""
+"""The stores of these tests, and their faults; each fault lasts for a `with` block."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ from tests.waiting import wait_until
 
 Failing = Callable[[], contextlib.AbstractContextManager[None]]
 
-# In the middle of a stored object: behind the prologue, before the end.
+# An offset in the middle of a stored object: behind the prologue, before the end.
 MIDDLE = 9000
 FAULTS: dict[str, tuple[Fault, Method]] = {
     "503": (Fault.answer(503), "any"),
@@ -39,7 +39,7 @@ FAULTS: dict[str, tuple[Fault, Method]] = {
 }
 UPLOADS = [name for name, (_, on) in FAULTS.items() if on == "PUT"]
 READABLE = [*UPLOADS, "a little slow"]
-"""While these last, what is stored can be loaded."""
+"""The faults during which stored objects can be loaded."""
 _TRIES = 3
 _STARTS_WITHIN_S = 12.0  # ordinarily one or two
 
@@ -53,13 +53,13 @@ class Bucket:
 
     @contextlib.contextmanager
     def fault(self, name: str) -> Iterator[None]:
-        """Have the proxy do what FAULTS says; somebody must meet it."""
+        """Give the proxy a fault of FAULTS; fail if no request meets it."""
         fault, on = FAULTS[name]
         before = self.proxy.num_hits
         self.proxy.fail(fault, on=on)
         yield
         self.proxy.heal()
-        assert self.proxy.num_hits > before, "nobody met the fault"
+        assert self.proxy.num_hits > before, "no request met the fault"
 
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
@@ -79,19 +79,19 @@ class Bucket:
 
     @contextlib.contextmanager
     def deleted(self) -> Iterator[None]:
-        """Delete the bucket with all that is in it; make an empty one in the end."""
+        """Delete the bucket with its objects; create an empty one in the end."""
         s3 = self.client()
         s3.rm(BUCKET, recursive=True)
         with contextlib.suppress(FileNotFoundError):
             s3.rmdir(BUCKET)
         assert not s3.exists(BUCKET)
         yield
-        with contextlib.suppress(FileExistsError):  # SeaweedFS makes it for who uploads
+        with contextlib.suppress(FileExistsError):  # an upload makes SeaweedFS create it
             s3.mkdir(BUCKET)
 
     @contextlib.contextmanager
     def down(self) -> Iterator[None]:
-        """Kill the server, with what is in the proxy on its way; then start it again."""
+        """Kill the server, and cut the connections in the proxy; then start it again."""
         self.server.kill()
         self.proxy.disconnect()
         self.proxy.heal()
@@ -99,7 +99,7 @@ class Bucket:
         self.start_again()
 
     def start_again(self) -> None:
-        """A killed one was seen to hang in its next start; it is killed once more then."""
+        """Start a killed server. It was seen to hang in that start: then kill it and retry."""
         for _ in range(_TRIES):
             self.server.start()
             with contextlib.suppress(AssertionError):
@@ -109,13 +109,13 @@ class Bucket:
         raise self.server.failure("does not start again")
 
     def client(self) -> s3fs.S3FileSystem:
-        """Not through the proxy."""
+        """A client that bypasses the proxy."""
         return s3fs.S3FileSystem(**self.server.storage_options, use_listings_cache=False)
 
 
 @dataclass(kw_only=True)
 class Folder:
-    """A folder that is a store, and those of two host caches: each on a disk of its own."""
+    """The folders of a store and of two host caches, each on a disk of its own."""
 
     disks: tuple[SmallDisk, ...]
 
@@ -145,7 +145,7 @@ class Folder:
 
     @contextlib.contextmanager
     def host_caches_full(self) -> Iterator[None]:
-        """Not of entries, which would make room, but of somebody else's bytes."""
+        """Fill the disks with foreign bytes: entries could be evicted to make room."""
         for host in self.hosts:
             for path in host.glob("*+*"):
                 path.unlink()
@@ -164,7 +164,7 @@ class Folder:
         yield
 
     def date(self, at_s: float) -> None:
-        """As if the clock had been moved since everything was written."""
+        """Set the times of all files, as if the clock had been moved since they were written."""
         for folder in (self.folder, *self.hosts):
             for path in folder.rglob("*"):
                 os.utime(path, (at_s, at_s))

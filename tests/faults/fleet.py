@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three engines: a plain one that knows the right tokens, an encoder, and one that loads."""
+"""Three engines: a plain one that gives the expected tokens, an encoder, and a consumer."""
 
 import itertools
 import threading
@@ -14,9 +14,9 @@ from tests.waiting import wait_until
 
 QUESTION = text("what is to be seen here, and where?")
 LOADED = "ecshare_items/loaded"
-# Short, so that a case is soon over, and long enough for two busy cores.
+# Short, so that a case ends soon, and long enough for two busy cores.
 SHORT_WAITS = {"wait_s": 2.0, "io_timeout_s": 1.5}
-RECOVERS_WITHIN_S = 90.0  # the store's health makes pauses of up to 30 s
+RECOVERS_WITHIN_S = 90.0  # the engine pauses up to 30 s after store errors
 NUM_PICTURES = 5
 
 _numbers = itertools.count()
@@ -34,7 +34,7 @@ class Item:
 
 @dataclass
 class Fleet:
-    """The engines, and questions to them. Every question with a picture is QUESTION."""
+    """The engines, and requests to them. Every request with a picture asks QUESTION."""
 
     plain: EngineProcess
     encoder: EngineProcess
@@ -55,7 +55,7 @@ class Fleet:
         return self._expected[seed]
 
     def encode(self, uuid: str = "", seed: int = -1) -> Item:
-        """Have a picture encoded: this one, or one that no engine has met."""
+        """Have a picture encoded: this one, or a new one."""
         if not uuid:
             uuid, seed = new_uuid()
         answer = ask(self.encoder, self.encoder.model, [picture(seed, uuid)])
@@ -66,12 +66,12 @@ class Fleet:
         raise NotImplementedError
 
     def without_pixels(self, item: Item) -> Answer:
-        """Ask the consumer about what the encoder has announced."""
+        """Ask the consumer about an announced item, without its pixels."""
         params = {"ec_transfer_params": item.params}
         return ask(self.consumer, self.consumer.model, [item.content, QUESTION], **params)
 
     def is_right(self, item: Item, answer: Answer) -> bool:
-        """Whether the tokens are right. False: failed, for now. Wrong tokens are an error."""
+        """Whether the request succeeded. Wrong tokens are an error."""
         if answer.status != 200:
             assert 500 <= answer.status < 600, answer
             return False
@@ -79,20 +79,20 @@ class Fleet:
         return True
 
     def check_with_pixels(self, uuid: str = "", seed: int = -1) -> None:
-        """A request that carries its picture is answered right, whatever the store does."""
+        """Check that a request with pixels gives the expected tokens, whatever the store does."""
         if not uuid:
             uuid, seed = new_uuid()
         answer = ask(self.consumer, self.consumer.model, [picture(seed, uuid), QUESTION])
         assert answer.tokens == self.expected(seed)
 
     def check_announced(self, item: Item) -> None:
-        """A request without its picture is answered right, or fails alone and can be repeated."""
+        """Check that a request without pixels gives the expected tokens or a retryable error."""
         self.is_right(item, self.without_pixels(item))
 
     def check_recovers(self, lost: Item | None = None) -> None:
-        """The store is used again: new pictures go through it, and so does `lost`, once encoded."""
+        """Check that new pictures pass through the store again, and `lost` once it is encoded."""
         before = counts(self.consumer).get(LOADED, 0)
-        self._wait_through(None, "nothing goes through the store any more")
+        self._wait_through(None, "nothing passes through the store again")
         assert counts(self.consumer)[LOADED] > before
         if lost is not None:
             self._wait_through(lost, "what was lost is not stored again")
@@ -106,22 +106,22 @@ class Fleet:
 
 
 def new_uuid() -> tuple[str, int]:
-    """An identity that nobody has met, and which picture it is."""
+    """A new identity, and the seed of its picture."""
     number = next(_numbers)
     return f"picture-{number}", number % NUM_PICTURES
 
 
 class Engines(Protocol):
-    """One that knows the right tokens, and one that must give them too."""
+    """An engine that gives the expected tokens, and one that is compared with it."""
 
     plain: EngineProcess
     consumer: EngineProcess
 
 
 class Decoding(threading.Thread):
-    """Text requests, one after the other, that have no business with any store.
+    """Text requests, one after the other, that use no store.
 
-    As a context manager: they run during the block, and are right, every one, or it raises.
+    As a context manager: they run during the block, and it raises if one has wrong tokens.
     """
 
     BODY = client.question("tell me about the sea", max_tokens=150) | {"ignore_eos": True}

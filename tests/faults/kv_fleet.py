@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three engines: a plain one that knows the right tokens, and two that share KV."""
+"""Three engines: a plain one that gives the expected tokens, and two that share KV."""
 
 import itertools
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ WORDS = (
     "and of an old stone house by the road. "
 ) * 4
 NUM_OBJECTS = 4
-"""Of each prompt: two whole chunks, a part of two blocks, a tail. No answer fills a block more."""
+"""Objects of a prompt: two whole chunks, a part of two blocks, a tail. No answer adds a block."""
 MISSES = "kvshare_misses/"
 DROPPED = "kvshare_blocks/dropped"
 FAILED = "kvshare_blocks/failed"
@@ -40,7 +40,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Handed:
-    """A prompt that `first` has computed, and what it says of it."""
+    """A prompt that `first` has computed, and the transfer params of its answer."""
 
     prompt: Prompt
     num_tokens: int
@@ -49,7 +49,7 @@ class Handed:
 
 @dataclass
 class KVFleet:
-    """The engines, and questions to them. Every answer is checked: no fault may cost a token."""
+    """The engines, and requests to them. Every answer must have the expected tokens."""
 
     plain: EngineProcess
     first: EngineProcess
@@ -70,20 +70,20 @@ class KVFleet:
         return self._expected[prompt]
 
     def prefill(self, prompt: Prompt | None = None) -> Handed:
-        """Have `first` compute a prompt: this one, or one that no engine has met."""
+        """Have `first` compute a prompt: this one, or a new one."""
         prompt = prompt or Prompt()
         answer = self._ask(self.first, prompt, **FOR_DECODE)
         return Handed(prompt, answer.num_prompt_tokens, answer.body["kv_transfer_params"])
 
     def decode(self, handed: Handed) -> Answer:
-        """Have `consumer` go on from there."""
+        """Have `consumer` decode a prompt that `first` has computed."""
         return self._ask(self.consumer, handed.prompt, kv_transfer_params=handed.params)
 
     def is_loaded(self, handed: Handed) -> bool:
-        """Whether `consumer`, which has not met it, can load all of it."""
+        """Whether `consumer`, which must not have had the prompt before, loads all of it."""
         with counting(self.consumer) as gained:
             answer = self.decode(handed)
-        # vLLM calls what it was promised cached, also where the load then fails.
+        # vLLM counts announced tokens as cached, even if their load then fails.
         return answer.num_cached_tokens == handed.num_tokens - 1 and not gained[FAILED]
 
     def _ask(self, engine: EngineProcess, prompt: Prompt, **fields: Any) -> Answer:
@@ -96,20 +96,20 @@ class KVFleet:
         raise NotImplementedError
 
     def store(self) -> Handed:
-        """Have a new prompt computed, and return when all of it is stored."""
+        """Have a new prompt computed, and return when all its KV is stored."""
         before = self.num_stored()
         handed = self.prefill()
         wait_until(lambda: self.num_stored() >= before + NUM_OBJECTS, "it was not stored")
         return handed
 
     def check_recovers(self, lost: Handed | None = None) -> None:
-        """The store is used again: new prompts go through it, and so does `lost`, asked again.
+        """Check that new prompts pass through the store again, and `lost` once it is repeated.
 
-        `consumer` must not have met `lost`.
+        `consumer` must not have had `lost` before.
         """
         wait_until(
             lambda: self.is_loaded(self.prefill()),
-            "nothing goes through the store any more",
+            "nothing passes through the store again",
             RECOVERS_WITHIN_S,
         )
         if lost is not None:
@@ -118,10 +118,10 @@ class KVFleet:
     def survive(
         self, failing: Failing, *, reads: bool = False, writes: bool | None = False
     ) -> None:
-        """Ask everything while it fails; `reads`, `writes`: whether that goes on all the same."""
+        """Send all kinds of requests during a fault. `reads`, `writes`: do those still work?"""
         kept, unread = self.store(), self.store()
         dropped = self._num_dropped()
-        with self.biting(reads=reads, writes=writes), Decoding(self):
+        with self.counting_failures(reads=reads, writes=writes), Decoding(self):
             with failing():
                 lost, met = self.prefill(), self.prefill()
                 assert self.is_loaded(kept) is reads
@@ -134,13 +134,13 @@ class KVFleet:
             self.check_recovers(lost)
 
     def _num_dropped(self) -> float:
-        """By `first`, which tells what it has counted with its steps: it makes some for that."""
+        """The count of `first`, after a request: it publishes counters only with engine steps."""
         self.prefill()
         return counts(self.first).get(DROPPED, 0)
 
     @contextmanager
-    def biting(self, *, reads: bool, writes: bool | None = None) -> Iterator[None]:
-        """Who cannot read counts misses, who cannot write counts what is dropped; None: may be."""
+    def counting_failures(self, *, reads: bool, writes: bool | None = None) -> Iterator[None]:
+        """Check that failed reads count as misses, failed writes as dropped blocks; None: any."""
         with counting(self.consumer) as read, counting(self.first) as written:
             yield
         assert reads or read[MISSES] > 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An S3 server that answers wrongly, in every way that a server or somebody on the way to it can.
+"""An S3 server that answers wrongly, in every way that a server or a proxy can.
 
 Transfer engines only, without vLLM: by obstore and by s3fs.
 """
@@ -48,7 +48,7 @@ ALL_AT_ONCE = [
     "get:409 head:409 put:409 list:409 delete:409",
     "get:412 head:412 put:412 list:412 delete:412",
 ]
-# Whether an object is damaged in the store is asked by HEAD.
+# The engine checks by HEAD whether an object is damaged in the store itself.
 BOTH_WAYS = [
     "get:flipped head:missing",
     "get:flipped head:503",
@@ -71,18 +71,18 @@ def at(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.mark.parametrize("mode", JOBS)
-def test_whatever_it_answers_costs_hits_and_no_more(at: World, mode: str) -> None:
+def test_wrong_answers_cost_only_hits(at: World, mode: str) -> None:
     check_jobs(at, mode)
 
 
 @pytest.mark.parametrize("mode", STARTS)
-def test_an_engine_starts_or_says_why_not(at: World, mode: str) -> None:
+def test_engine_starts_or_is_refused_in_one_line(at: World, mode: str) -> None:
     check_start(at, mode)
 
 
 @pytest.mark.parametrize("name", ["small", "medium"])
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_what_is_damaged_in_the_store_is_made_good(
+def test_damaged_object_is_not_loaded_and_is_replaced(
     at: World, damage: Callable[[bytes], bytes], name: str
 ) -> None:
     body = damage(at.good[f"cache/{key_of(name)}"].body)
@@ -90,17 +90,19 @@ def test_what_is_damaged_in_the_store_is_made_good(
 
 
 @pytest.mark.parametrize("damage", [half, flipped])
-def test_also_where_etags_are_no_md5(at: World, damage: Callable[[bytes], bytes]) -> None:
+def test_damaged_object_is_replaced_if_etags_are_no_md5(
+    at: World, damage: Callable[[bytes], bytes]
+) -> None:
     body = damage(at.good[f"cache/{key_of('medium')}"].body)
     check_damaged(at, "medium", body, NO_MD5)
 
 
 @pytest.mark.parametrize("mode", [*every("delete"), "head:503", "head:missing", "head:hang"])
-def test_also_where_it_cannot_be_removed(at: World, mode: str) -> None:
+def test_damaged_object_is_replaced_after_a_failed_removal(at: World, mode: str) -> None:
     check_damaged(at, "medium", flipped(at.good[f"cache/{key_of('medium')}"].body), mode=mode)
 
 
-def test_a_torn_upload_is_made_good(at: World) -> None:
+def test_torn_upload_is_not_loaded_and_is_replaced(at: World) -> None:
     at.begin()
     name = at.new_name()
     with at.engine() as engine:
@@ -113,4 +115,4 @@ def test_a_torn_upload_is_made_good(at: World) -> None:
         assert at.save(engine, name)[0].outcome is Outcome.OK
     with at.engine() as engine:
         assert at.load(engine, name)[Outcome.OK]
-    at.check_none_is_lost()
+    at.check_no_good_object_is_deleted()

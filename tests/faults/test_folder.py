@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder fails as a store or as a host cache, or holds what no engine put there."""
+"""A folder fails as a store or as a host cache, or holds damaged and foreign objects."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ import pytest
 from lab.servers.engines import ec_argument
 from tests.conftest import StartEngine
 from tests.engines.chat import ask, picture, text, wait_until
-from tests.faults.damage import DAMAGE, GIB, UNFIT, most_memory_bytes, replace, unfit
+from tests.faults.damage import DAMAGE, GIB, UNFIT, peak_memory_bytes, replace, unfit
 from tests.faults.disks import SmallDisk
 from tests.faults.failing import Folder
 from tests.faults.fleet import QUESTION, SHORT_WAITS, Decoding, Fleet, Item
@@ -25,7 +25,7 @@ NUM_FOREIGN = 100_000
 
 @dataclass(kw_only=True)
 class FolderFleet(Folder, Fleet):
-    """The consumer is an `ec_both`, and `durable`: it decodes, loads, and waits for its saves."""
+    """The consumer has `ec_both` and `durable` saves: it decodes, loads, and waits for saves."""
 
     def objects(self) -> set[Path]:
         return {path for path in (self.folder / "ec").rglob("*") if len(path.name) == 64}
@@ -34,7 +34,7 @@ class FolderFleet(Folder, Fleet):
         return self.encode_stored()[0]
 
     def encode_stored(self) -> tuple[Item, Path]:
-        """A new picture, and the object that came of it."""
+        """A new picture, and the object with its embedding."""
         known = self.objects()
         item = self.encode()
         wait_until(lambda: len(self.objects()) > len(known), "it was not stored")
@@ -61,7 +61,7 @@ def fleet(engine: StartEngine, disks: tuple[SmallDisk, ...]) -> FolderFleet:
     return fleet
 
 
-# --- places that fail ---
+# --- failing folders ---
 
 
 @contextlib.contextmanager
@@ -78,7 +78,7 @@ def files_of_the_future(fleet: FolderFleet) -> Iterator[None]:
 
 @contextlib.contextmanager
 def foreign_names(fleet: FolderFleet) -> Iterator[None]:
-    """Far more files than objects, beside the objects and under names like theirs."""
+    """Add far more foreign files than objects, in a folder of objects."""
     beside = next(iter(fleet.objects())).parent
     foreign = [beside / f"not-ours-{number}" for number in range(NUM_FOREIGN)]
     for path in foreign:
@@ -93,7 +93,7 @@ READABLE: list[FailingFolder] = [
     Folder.disk_full, Folder.disk_read_only, files_of_the_past, files_of_the_future, foreign_names,
     Folder.host_caches_deleted,
 ]  # fmt: skip
-"""While these last, what is stored can be loaded."""
+"""The faults during which stored objects can be loaded."""
 UNREADABLE: list[FailingFolder] = [
     Folder.folder_deleted,
     Folder.host_caches_full,
@@ -102,9 +102,7 @@ UNREADABLE: list[FailingFolder] = [
 
 
 @pytest.mark.parametrize("failing", READABLE + UNREADABLE)
-def test_a_failing_folder_costs_hits_and_no_more(
-    fleet: FolderFleet, failing: FailingFolder
-) -> None:
+def test_failing_folder_costs_only_hits(fleet: FolderFleet, failing: FailingFolder) -> None:
     kept, unread = fleet.store(), fleet.store()
     with Decoding(fleet):
         with failing(fleet):
@@ -119,12 +117,12 @@ def test_a_failing_folder_costs_hits_and_no_more(
     fleet.check_recovers(lost)
 
 
-def test_what_the_store_has_lost_is_stored_again_by_who_loads_it(fleet: FolderFleet) -> None:
+def test_consumer_stores_a_lost_object_again(fleet: FolderFleet) -> None:
     item, path = fleet.encode_stored()
     whole = path.read_bytes()
     assert fleet.is_right(item, fleet.without_pixels(item))
     path.unlink()
-    # Another beginning, or the KV of the first request would do.
+    # Another prefix, so that the prefix cache does not hold the picture's KV.
     before = text("Once more:")
     expected = ask(fleet.plain, fleet.plain.model, [before, picture(item.seed), QUESTION])
     with Decoding(fleet):
@@ -133,11 +131,11 @@ def test_what_the_store_has_lost_is_stored_again_by_who_loads_it(fleet: FolderFl
         wait_until(lambda: path.exists() and path.read_bytes() == whole, "it is still lost")
 
 
-# --- objects that no engine put there ---
+# --- damaged and unfit objects ---
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_object_is_a_miss_and_replaced(
+def test_damaged_object_is_a_miss_and_is_replaced(
     fleet: FolderFleet, damage: Callable[[bytes], bytes]
 ) -> None:
     item, path = fleet.encode_stored()
@@ -146,8 +144,8 @@ def test_a_damaged_object_is_a_miss_and_replaced(
     check_miss_then_replaced(fleet, item, path, whole)
 
 
-def test_another_objects_bytes_are_a_miss_and_replaced(fleet: FolderFleet) -> None:
-    """Valid in all that they say; of another picture, as of another namespace."""
+def test_bytes_of_another_object_are_a_miss_and_are_replaced(fleet: FolderFleet) -> None:
+    """Well-formed bytes, of another picture."""
     item, path = fleet.encode_stored()
     whole = path.read_bytes()
     replace(path, fleet.encode_stored()[1].read_bytes())
@@ -155,25 +153,27 @@ def test_another_objects_bytes_are_a_miss_and_replaced(fleet: FolderFleet) -> No
 
 
 @pytest.mark.parametrize("name", UNFIT)
-def test_an_object_that_does_not_fit_is_a_miss_and_replaced(fleet: FolderFleet, name: str) -> None:
+def test_object_of_wrong_dtype_or_shape_is_a_miss_and_is_replaced(
+    fleet: FolderFleet, name: str
+) -> None:
     item, path = fleet.encode_stored()
     whole = path.read_bytes()
     replace(path, unfit(name, whole, path.relative_to(fleet.folder).as_posix()))
     check_miss_then_replaced(fleet, item, path, whole)
 
 
-def test_a_gigabyte_of_zeros_is_a_miss_within_little_memory(fleet: FolderFleet) -> None:
+def test_huge_object_is_a_miss_and_is_not_read_into_memory(fleet: FolderFleet) -> None:
     item, path = fleet.encode_stored()
     whole = path.read_bytes()
     replace(path, b"")
-    os.truncate(path, GIB)  # sparse: it takes no room
-    before = most_memory_bytes(fleet.consumer)
+    os.truncate(path, GIB)  # sparse: it takes no space
+    before = peak_memory_bytes(fleet.consumer)
     check_miss_then_replaced(fleet, item, path, whole)
-    assert most_memory_bytes(fleet.consumer) - before < GIB // 2
+    assert peak_memory_bytes(fleet.consumer) - before < GIB // 2
 
 
 def check_miss_then_replaced(fleet: FolderFleet, item: Item, path: Path, whole: bytes) -> None:
-    """`path` holds what it should not; asking and encoding again heals it."""
+    """`path` holds a wrong object: its load fails, and encoding again replaces it."""
     with Decoding(fleet):
         assert not fleet.is_right(item, fleet.without_pixels(item)), "it was taken"
         fleet.encode(item.uuid, item.seed)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder of KV fails as a store or as a host cache, or holds what no engine put there."""
+"""A folder of KV fails as a store or as a host cache, or holds damaged and foreign objects."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ from ecshare.store.errors import ObjectCorrupt
 from ecshare.store.format import unseal
 from tests.conftest import StartEngine
 from tests.engines.chat import counting, wait_until
-from tests.faults.damage import DAMAGE, GIB, UNFIT, most_memory_bytes, replace, unfit
+from tests.faults.damage import DAMAGE, GIB, UNFIT, peak_memory_bytes, replace, unfit
 from tests.faults.disks import SmallDisk
 from tests.faults.failing import Folder
 from tests.faults.fleet import Decoding
@@ -27,7 +27,7 @@ HOST_BYTES = 16 << 20
 
 @dataclass(kw_only=True)
 class FolderFleet(Folder, KVFleet):
-    """Each of the engines that share as on a host of its own."""
+    """Each of the engines that share KV runs as on a host of its own."""
 
     def objects(self) -> set[Path]:
         return {path for path in (self.folder / "kv").rglob("*.t0of1") if path.is_file()}
@@ -42,7 +42,7 @@ class FolderFleet(Folder, KVFleet):
         return handed, max(self.objects() - known, key=lambda path: path.stat().st_size)
 
     def is_sound(self, path: Path) -> bool:
-        """Whether what lies there is what its name says."""
+        """Whether the file is an intact object of its key."""
         try:
             unseal(memoryview(path.read_bytes()), path.relative_to(self.folder).as_posix())
         except (FileNotFoundError, ObjectCorrupt):
@@ -68,19 +68,19 @@ def fleet(engine: StartEngine, disks: tuple[SmallDisk, ...]) -> FolderFleet:
 
 @pytest.fixture(autouse=True)
 def emptied(fleet: FolderFleet) -> Iterator[None]:
-    """The disk is small."""
+    """Delete all objects after each test: the disk is small."""
     yield
     for path in fleet.objects():
         path.unlink()
 
 
-# While these last, what is stored can be loaded; or stored, too.
+# During READABLE faults, stored KV can be loaded; during UNTOUCHED ones, KV is stored, too.
 READABLE = [Folder.disk_full, Folder.disk_read_only]
 UNTOUCHED = [Folder.host_caches_deleted, Folder.host_caches_full, Folder.host_caches_read_only]
 
 
 @pytest.mark.parametrize("failing", [*READABLE, *UNTOUCHED, Folder.folder_deleted])
-def test_a_failing_folder_costs_hits_and_no_more(
+def test_failing_folder_costs_only_hits(
     fleet: FolderFleet, failing: Callable[[FolderFleet], contextlib.AbstractContextManager[None]]
 ) -> None:
     writes = failing in UNTOUCHED
@@ -88,7 +88,7 @@ def test_a_failing_folder_costs_hits_and_no_more(
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_object_is_a_miss_and_replaced(
+def test_damaged_object_is_a_miss_and_is_replaced(
     fleet: FolderFleet, damage: Callable[[bytes], bytes]
 ) -> None:
     handed, path = fleet.store_in()
@@ -96,35 +96,37 @@ def test_a_damaged_object_is_a_miss_and_replaced(
 
 
 @pytest.mark.parametrize("name", UNFIT)
-def test_an_object_that_does_not_fit_is_a_miss_and_replaced(fleet: FolderFleet, name: str) -> None:
+def test_object_of_wrong_dtype_or_shape_is_a_miss_and_is_replaced(
+    fleet: FolderFleet, name: str
+) -> None:
     handed, path = fleet.store_in()
     body = unfit(name, path.read_bytes(), path.relative_to(fleet.folder).as_posix())
     check_miss_then_replaced(fleet, handed, path, body)
 
 
-def test_another_objects_bytes_are_a_miss_and_replaced(fleet: FolderFleet) -> None:
-    """Valid in all that they say; of another prompt, as of another namespace."""
+def test_bytes_of_another_object_are_a_miss_and_are_replaced(fleet: FolderFleet) -> None:
+    """Well-formed bytes, of another prompt."""
     (handed, path), (_, other) = fleet.store_in(), fleet.store_in()
     check_miss_then_replaced(fleet, handed, path, other.read_bytes())
 
 
-def test_a_gigabyte_of_zeros_is_a_miss_within_little_memory(fleet: FolderFleet) -> None:
+def test_huge_object_is_a_miss_and_is_not_read_into_memory(fleet: FolderFleet) -> None:
     handed, path = fleet.store_in()
-    before = most_memory_bytes(fleet.consumer)
+    before = peak_memory_bytes(fleet.consumer)
     check_miss_then_replaced(fleet, handed, path, b"", num_bytes=GIB)
-    assert most_memory_bytes(fleet.consumer) - before < GIB // 2
+    assert peak_memory_bytes(fleet.consumer) - before < GIB // 2
 
 
 def check_miss_then_replaced(
     fleet: FolderFleet, handed: Handed, path: Path, body: bytes, num_bytes: int = 0
 ) -> None:
-    """What leads up to the damaged chunk is kept; the rest is computed and stored again."""
+    """KV before the damaged chunk is loaded; the rest is computed and stored again."""
     replace(path, body)
     if num_bytes:
-        os.truncate(path, num_bytes)  # sparse: it takes no room
+        os.truncate(path, num_bytes)  # sparse: it takes no space
     with Decoding(fleet):
         with counting(fleet.consumer) as gained:
             fleet.decode(handed)
-            fleet.decode(fleet.prefill())  # a step more tells what became of loads and saves
+            fleet.decode(fleet.prefill())  # one more step publishes the counters of loads and saves
         assert gained[FAILED] > 0, "it was taken"
         wait_until(lambda: fleet.is_sound(path), "it was not replaced")

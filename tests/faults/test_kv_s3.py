@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An S3 server, or what is between it and the engines, fails while KV is shared."""
+"""An S3 server, or the proxy before it, fails while KV is shared."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.faults
 
 OBJECTS = "/kv/"
 # Saves wait longer than loads: SeaweedFS was seen to need 0.7 s for a PUT while the disk was busy,
-# and to pause for a second where it makes volumes. That must not look like what was asked for.
+# and to pause for a second when it creates volumes. That must not count as the case's fault.
 PATIENT = {"io_timeout_s": 3.0}
 FLIPPED = "bits flipped in uploads"
 WRITABLE = [*(name for name, (_, on) in FAULTS.items() if on == "GET"), "a little slow"]
@@ -60,38 +60,38 @@ def fleet(engine: StartEngine, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture(autouse=True)
 def healed(fleet: S3Fleet) -> Iterator[None]:
-    """Whatever became of the last case, the next one begins with nothing failing."""
+    """Remove the faults after each case, even a failed one."""
     yield
     fleet.proxy.heal()
 
 
 @pytest.mark.parametrize("name", [name for name in FAULTS if name != FLIPPED])
-def test_what_the_proxy_does_costs_hits_and_no_more(fleet: S3Fleet, name: str) -> None:
+def test_proxy_fault_costs_only_hits(fleet: S3Fleet, name: str) -> None:
     fleet.survive(partial(fleet.fault, name), reads=name in READABLE, writes=name in WRITABLE)
 
 
-def test_what_was_flipped_on_its_way_in_is_a_miss(fleet: S3Fleet) -> None:
-    with Decoding(fleet), fleet.biting(reads=False):
+def test_kv_damaged_during_its_upload_is_a_miss(fleet: S3Fleet) -> None:
+    with Decoding(fleet), fleet.counting_failures(reads=False):
         with fleet.fault(FLIPPED):
             met = fleet.prefill()
             assert not fleet.is_loaded(met)
         fleet.check_recovers()
 
 
-def test_refused_connections_cost_hits_and_no_more(fleet: S3Fleet) -> None:
+def test_refused_connections_cost_only_hits(fleet: S3Fleet) -> None:
     fleet.survive(fleet.refusing)
 
 
-def test_a_stopped_server_costs_hits_and_no_more(fleet: S3Fleet) -> None:
+def test_stopped_server_costs_only_hits(fleet: S3Fleet) -> None:
     fleet.survive(fleet.stopped)
 
 
-def test_a_bucket_may_be_deleted_and_made_again(fleet: S3Fleet) -> None:
-    fleet.survive(fleet.deleted, writes=None)  # SeaweedFS makes it for who uploads
+def test_deleted_bucket_costs_only_hits(fleet: S3Fleet) -> None:
+    fleet.survive(fleet.deleted, writes=None)  # an upload makes SeaweedFS create it
 
 
-def test_a_server_killed_in_the_middle_of_an_upload(fleet: S3Fleet) -> None:
-    with Decoding(fleet), fleet.biting(reads=False, writes=False):
+def test_server_killed_during_an_upload_costs_only_hits(fleet: S3Fleet) -> None:
+    with Decoding(fleet), fleet.counting_failures(reads=False, writes=False):
         hits = fleet.proxy.num_hits
         fleet.proxy.fail(Fault.stall(MIDDLE, "upload"), on="PUT", key=OBJECTS)
         lost, met = fleet.prefill(), fleet.prefill()
@@ -102,9 +102,9 @@ def test_a_server_killed_in_the_middle_of_an_upload(fleet: S3Fleet) -> None:
         fleet.check_recovers(lost)
 
 
-def test_a_server_killed_in_the_middle_of_a_download(fleet: S3Fleet) -> None:
+def test_server_killed_during_a_download_costs_only_hits(fleet: S3Fleet) -> None:
     kept = fleet.store()
-    with Decoding(fleet), fleet.biting(reads=False), ThreadPoolExecutor() as asking:
+    with Decoding(fleet), fleet.counting_failures(reads=False), ThreadPoolExecutor() as asking:
         hits = fleet.proxy.num_hits
         fleet.proxy.fail(Fault.stall(MIDDLE), on="GET", key=OBJECTS)
         loading = asking.submit(fleet.is_loaded, kept)
@@ -114,8 +114,8 @@ def test_a_server_killed_in_the_middle_of_a_download(fleet: S3Fleet) -> None:
         fleet.check_recovers()
 
 
-def test_a_prefiller_killed_before_its_upload_is_done(fleet: S3Fleet) -> None:
-    """What it has announced never comes; started again, it stores what its host cache has of it."""
+def test_prefiller_killed_during_an_upload_stores_again_after_restart(fleet: S3Fleet) -> None:
+    """Its announced KV never arrives; started again, it stores the KV in its host cache."""
     kept = fleet.store()
     with Decoding(fleet):
         hits = fleet.proxy.num_hits

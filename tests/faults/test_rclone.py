@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing fails here: an S3 server of another kind, which ignores "only if it is not there"."""
+"""Without faults: an S3 server of another kind, which ignores `If-None-Match` and overwrites."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,10 +15,10 @@ from tests.faults.fleet import LOADED, Decoding, Fleet
 pytestmark = pytest.mark.faults
 
 
-def test_embeddings_pass_through_a_server_that_overwrites(
+def test_embeddings_pass_through_a_server_without_create_only_puts(
     engine: StartEngine, tmp_path: Path
 ) -> None:
-    """Two encoders, one a mode, each on a host of its own, store the same pictures at once."""
+    """Two encoders of different save modes, as on two hosts, store the same pictures at once."""
     with Rclone(LOGS, "rclone-faults") as server:
 
         def argument(role: str, host: str, save: str = "announced") -> str:

@@ -49,7 +49,7 @@ def put(staging: Staging, name: object) -> Put:
 
 
 def start(disk: SmallDisk, host: Path) -> TransferEngine:
-    # Little: what was loaded once shall be loaded from the store again.
+    # Small, so that an object that was loaded once is loaded from the store again.
     config = StoreConfig(
         url=str(disk.folder / "store"), host_cache_dir=str(host), host_cache_bytes=1_000_000
     )
@@ -57,7 +57,7 @@ def start(disk: SmallDisk, host: Path) -> TransferEngine:
 
 
 @pytest.mark.parametrize("failing", [SmallDisk.full, SmallDisk.read_only])
-def test_every_load_hits_while_every_save_fails(
+def test_loads_succeed_while_every_save_fails(
     disk: SmallDisk, tmp_path: Path, failing: Callable[[SmallDisk], AbstractContextManager[None]]
 ) -> None:
     staging = Staging(torch.device("cpu"), 256 << 20)
@@ -78,7 +78,7 @@ def test_every_load_hits_while_every_save_fails(
 
 
 def load_and_save(engine: TransferEngine, staging: Staging) -> list[Done[Any]]:
-    """One load after the other, each at some moment of a burst of saves."""
+    """One load after the other, each during a burst of saves."""
     rng = random.Random(5)
     ended: list[Done[Any]] = []
     for number in range(NUM_LOADS):

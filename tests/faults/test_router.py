@@ -10,5 +10,5 @@ from tests.ecshare.router.test_lost_requests import check_none_is_lost
 pytestmark = pytest.mark.faults
 
 
-async def test_of_ten_thousand_requests_none_is_lost(tmp_path: Path) -> None:
+async def test_restarting_engines_lose_no_request(tmp_path: Path) -> None:
     await check_none_is_lost(10_000, tmp_path)

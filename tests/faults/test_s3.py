@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An S3 server, or what is between it and the engines, fails while requests run."""
+"""An S3 server, or the proxy before it, fails while requests run."""
 
 import contextlib
 from collections.abc import Iterator
@@ -29,9 +29,9 @@ class S3Fleet(Bucket, Fleet):
     """Engines that reach `server` through `proxy`; `encoder` answers before its upload is done."""
 
     durable: EngineProcess
-    """An encoder that answers afterwards."""
+    """An encoder that answers after its upload is done."""
     clock: Clock | None
-    """The engines', not the server's. None: it cannot be moved."""
+    """The clock of the engines, not of the server. None: it cannot be moved."""
 
     def store(self) -> Item:
         return replace(self, encoder=self.durable).encode()
@@ -76,25 +76,25 @@ def fleet(engine: StartEngine, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture(autouse=True)
 def healed(fleet: S3Fleet) -> Iterator[None]:
-    """Whatever became of the last case, the next one begins with nothing failing."""
+    """Remove the faults after each case, even a failed one."""
     yield
     fleet.proxy.heal()
     if fleet.clock is not None:
         fleet.clock.move(0)
 
 
-# How far the clock is moved, and whether an S3 server still takes what is signed by it.
+# How far the clock is moved, and whether an S3 server still accepts signatures of that time.
 CLOCKS = {"an hour ahead": (3600, False), "an hour behind": (-3600, False),
           "five minutes ahead": (300, True), "five minutes behind": (-300, True)}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_the_proxy_does_costs_hits_and_no_more(fleet: S3Fleet, name: str) -> None:
+def test_proxy_fault_costs_only_hits(fleet: S3Fleet, name: str) -> None:
     check_fault(fleet, name)
 
 
 @pytest.mark.parametrize("name", [*UPLOADS, "503", "silent"])
-def test_a_durable_encoder_answers_all_the_same(fleet: S3Fleet, name: str) -> None:
+def test_durable_encoder_answers_during_a_fault(fleet: S3Fleet, name: str) -> None:
     check_fault(replace(fleet, encoder=fleet.durable), name)
 
 
@@ -102,16 +102,16 @@ def check_fault(fleet: S3Fleet, name: str) -> None:
     survive(fleet, partial(fleet.fault, name), reads=name in READABLE)
 
 
-def test_refused_connections_cost_hits_and_no_more(fleet: S3Fleet) -> None:
+def test_refused_connections_cost_only_hits(fleet: S3Fleet) -> None:
     survive(fleet, fleet.refusing)
 
 
-def test_a_stopped_server_costs_hits_and_no_more(fleet: S3Fleet) -> None:
+def test_stopped_server_costs_only_hits(fleet: S3Fleet) -> None:
     survive(fleet, fleet.stopped)
 
 
 @pytest.mark.parametrize("name", CLOCKS)
-def test_a_clock_that_is_moved_costs_hits_and_no_more(fleet: S3Fleet, name: str) -> None:
+def test_moved_clock_costs_only_hits(fleet: S3Fleet, name: str) -> None:
     ahead_s, is_taken = CLOCKS[name]
     clock = fleet.clock
     if clock is None:
@@ -126,12 +126,12 @@ def test_a_clock_that_is_moved_costs_hits_and_no_more(fleet: S3Fleet, name: str)
     survive(fleet, failing, reads=is_taken)
 
 
-def test_a_bucket_may_be_deleted_and_made_again(fleet: S3Fleet) -> None:
+def test_deleted_bucket_costs_only_hits(fleet: S3Fleet) -> None:
     survive(fleet, fleet.deleted)
 
 
 @pytest.mark.parametrize("save", ["announced", "durable"])
-def test_a_server_killed_in_the_middle_of_an_upload(fleet: S3Fleet, save: str) -> None:
+def test_server_killed_during_an_upload_costs_only_hits(fleet: S3Fleet, save: str) -> None:
     if save == "durable":
         fleet = replace(fleet, encoder=fleet.durable)
     with Decoding(fleet), ThreadPoolExecutor() as asking:
@@ -146,7 +146,7 @@ def test_a_server_killed_in_the_middle_of_an_upload(fleet: S3Fleet, save: str) -
     fleet.check_recovers(lost)
 
 
-def test_a_server_killed_in_the_middle_of_a_download(fleet: S3Fleet) -> None:
+def test_server_killed_during_a_download_costs_only_hits(fleet: S3Fleet) -> None:
     kept = fleet.store()
     with Decoding(fleet), ThreadPoolExecutor() as asking:
         hits = fleet.proxy.num_hits
@@ -159,7 +159,7 @@ def test_a_server_killed_in_the_middle_of_a_download(fleet: S3Fleet) -> None:
     fleet.check_recovers(kept)
 
 
-def test_an_encoder_killed_before_its_upload_is_done(fleet: S3Fleet) -> None:
+def test_encoder_killed_during_an_upload_costs_only_hits(fleet: S3Fleet) -> None:
     with Decoding(fleet):
         hits = fleet.proxy.num_hits
         fleet.proxy.fail(Fault.stall(MIDDLE, "upload"), on="PUT", key=OBJECTS)
@@ -175,8 +175,8 @@ def test_an_encoder_killed_before_its_upload_is_done(fleet: S3Fleet) -> None:
     fleet.check_recovers(known)
 
 
-def test_a_durable_encoder_killed_before_its_upload_is_done(fleet: S3Fleet) -> None:
-    """Whoever asked has no answer, and asks another encoder."""
+def test_retry_succeeds_after_a_durable_encoder_is_killed(fleet: S3Fleet) -> None:
+    """The client gets no answer, and retries on another encoder."""
     uuid, seed = new_uuid()
     with Decoding(fleet), ThreadPoolExecutor() as asking:
         hits = fleet.proxy.num_hits
@@ -193,7 +193,7 @@ def test_a_durable_encoder_killed_before_its_upload_is_done(fleet: S3Fleet) -> N
     replace(fleet, encoder=fleet.durable).check_recovers()
 
 
-def test_a_consumer_killed_while_it_loads_finds_its_host_cache_again(fleet: S3Fleet) -> None:
+def test_consumer_killed_during_a_load_reuses_its_host_cache(fleet: S3Fleet) -> None:
     loaded, loading = fleet.store(), fleet.store()
     assert fleet.is_right(loaded, fleet.without_pixels(loaded))
     with ThreadPoolExecutor() as asking:
@@ -218,9 +218,9 @@ def survive(
     *,
     reads: bool = False,
 ) -> None:
-    """Ask everything while it fails; `reads`: what is stored can be read all the same.
+    """Send all kinds of requests during a fault; `reads`: stored objects can still be read.
 
-    If not, nobody may have read it: the fault did not bite.
+    If not, no request may have read one: the fault would have had no effect.
     """
     kept, unread = fleet.store(), fleet.store()
     with Decoding(fleet):

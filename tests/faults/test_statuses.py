@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every HTTP status from 300 to 599, for each kind of request, on each road to a bucket."""
+"""Every HTTP status from 300 to 599, for each kind of request, with each S3 client."""
 
 import pytest
 
@@ -9,7 +9,7 @@ pytestmark = pytest.mark.faults
 
 
 @pytest.mark.parametrize("road", ROADS)
-async def test_no_refusal_counts_as_done_and_nothing_but_a_store_error_comes_out(
+async def test_every_error_status_is_a_store_error(
     road: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     have_clients_ask_once(monkeypatch)

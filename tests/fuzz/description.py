@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the router takes and answers, in OpenAPI 3.1: the tests make bodies from it.
+"""The router's requests and answers in OpenAPI 3.1, from which the tests generate bodies.
 
 It says what the router itself checks. All else in a request is the engines' business, and is passed
 on.

@@ -25,16 +25,16 @@ _extras = st.dictionaries(
 
 
 def validator(name: str) -> Draft202012Validator:
-    """A judge of values of one of the schemas."""
-    return _judge({"$ref": _REFERENCE + name})
+    """Return a validator of one of the schemas."""
+    return _validator_of({"$ref": _REFERENCE + name})
 
 
-def _judge(schema: Any) -> Draft202012Validator:
+def _validator_of(schema: Any) -> Draft202012Validator:
     return Draft202012Validator({**schema, "components": {"schemas": SCHEMAS}})
 
 
 def fitting(schema: Any) -> st.SearchStrategy[Any]:
-    """Values that fit a schema of ours; objects have further fields now and then."""
+    """Values that match a schema of ours; objects have extra fields now and then."""
     if not schema:
         return values
     match schema:
@@ -71,17 +71,17 @@ def _with_extras(whole: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 def schema_of(path: str) -> str:
-    """The name of the schema of what is posted to a path."""
+    """The name of the schema of request bodies for a path."""
     body = description()["paths"][path]["post"]["requestBody"]
     reference: str = body["content"]["application/json"]["schema"]["$ref"]
     return reference.removeprefix(_REFERENCE)
 
 
 def check_answer(path: str, method: str, status: int, content_type: str, body: bytes) -> None:
-    """Check that the description of this path has such an answer."""
+    """Check that the description of this path allows the answer."""
     answers = description()["paths"][path][method]["responses"]
     described = answers.get(str(status)) or answers.get(f"{status // 100}XX")
     assert described is not None, f"{method} {path} answers {status}"
     assert content_type in described["content"], f"{status} is {content_type}"
     if content_type == "application/json":
-        _judge(described["content"][content_type]["schema"]).validate(json.loads(body))
+        _validator_of(described["content"][content_type]["schema"]).validate(json.loads(body))

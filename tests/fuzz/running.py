@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many cases, and which: the gate runs a few hundred of each kind, `make fuzz` many times more.
 
-One seed makes the same cases every time. What hypothesis finds it shrinks, and prints as a call.
+One seed makes the same cases every time. Hypothesis shrinks failures, and prints them as calls.
 """
 
 import os
@@ -18,7 +18,7 @@ SCALE = float(os.environ.get("FUZZ_CASES", "1"))
 
 
 def cases(number: int) -> int:
-    """How many to run of what the gate runs `number` of."""
+    """The number of cases to run where the gate runs `number`."""
     return max(1, round(number * SCALE))
 
 
@@ -34,7 +34,7 @@ def fuzzed(number: int) -> Callable[[F], F]:
             max_examples=cases(number),
             database=None,
             deadline=None,
-            # What is large or slow here is so on purpose.
+            # Large or slow cases are intended.
             suppress_health_check=list(HealthCheck),
             phases=(Phase.explicit, Phase.generate, Phase.shrink),
         )

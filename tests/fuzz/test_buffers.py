@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries of look-up buffers: what cannot be used is refused as damaged, whatever it holds."""
+"""Malformed entries of look-up buffers: unusable ones are refused as damaged."""
 
 import contextlib
 import json
@@ -76,7 +76,7 @@ def with_header(header: Any) -> bytes:
 
 @fuzzed(300)
 @given(entries())
-def test_odd_entries_are_refused_or_understood(raw: bytes) -> None:
+def test_malformed_entries_are_refused_or_parsed(raw: bytes) -> None:
     with contextlib.suppress(ObjectCorrupt):
         tensors = unpack(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
         for wanted in WANTED:
@@ -91,7 +91,7 @@ def test_odd_entries_are_refused_or_understood(raw: bytes) -> None:
 
 @fuzzed(100)
 @given(st.binary(min_size=1, max_size=100) | entries())
-def test_odd_states_are_refused_or_understood(raw: bytes) -> None:
+def test_malformed_states_are_refused_or_parsed(raw: bytes) -> None:
     connector.unpacked_states(
         torch.frombuffer(bytearray(raw), dtype=torch.uint8), 4, torch.device("cpu")
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that share a store while requests are aborted and preempted, engines sleep, stores fail
-and lose what they had: all tokens are right, all ends, and nothing is kept. One may have another
-connector that brings wrong KV: then the others' tokens are right."""
+"""Engines that share a store while requests are aborted and preempted, engines sleep, and stores
+fail and lose objects: all tokens are right, all requests end, and no resource stays allocated. One
+engine may have a second connector that loads wrong KV: then the others' tokens are right."""
 
 from pathlib import Path
 
@@ -19,13 +19,11 @@ MANY = 20
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_happens_the_tokens_are_right_and_nothing_is_kept(
-    tmp_path: Path, kind: str
-) -> None:
+def test_random_events_give_right_tokens_and_leak_nothing(tmp_path: Path, kind: str) -> None:
     model = write_model(tmp_path / "model")
     never = set(EVENTS + (BESIDE_SIBLINGS if kind == "siblings" else ()))
     for number in range(max(cases(FEW), MANY)):
-        if number >= cases(FEW) and not never:  # else play on: rare events need several plays
+        if number >= cases(FEW) and not never:  # otherwise continue: rare events need several plays
             break
         folder = tmp_path / str(number)
         folder.mkdir()

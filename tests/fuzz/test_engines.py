@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole engines but for the model, on requests that announce nonsense, over a store that is damaged
-all the time: every answer has the right tokens."""
+"""Engines with a toy model, malformed transfer params, and a store whose objects get damaged all
+the time: every answer has the right tokens."""
 
 import os
 from collections import Counter
@@ -26,12 +26,12 @@ from tests.kvshare.toy import (
 pytestmark = pytest.mark.fuzz
 
 HUGE = 1 << 30
-NUM_WORDS = 5  # few, so that prompts begin alike
+NUM_WORDS = 5  # few, so that prompts share prefixes
 
 
 @pytest.fixture
 def engines(tmp_path: Path) -> Iterator[list[ToyEngine]]:
-    """Two hosts on one store, whose caches hold little."""
+    """Engines on two hosts with small caches and a common store."""
     model, started = write_model(tmp_path / "model"), []
     for number in range(2):
         ours = options(tmp_path, wait_s=0.05, io_timeout_s=2.0, chunk_tokens=8)
@@ -43,7 +43,7 @@ def engines(tmp_path: Path) -> Iterator[list[ToyEngine]]:
 
 
 def params(chance: Random) -> dict[str, object]:
-    """What a client may send as `kv_transfer_params`."""
+    """Transfer params that a client may send."""
     odd: list[object] = [*ODD_NUMBERS, *ODD_TEXT, None, True, False, [], {}]
     names = chance.sample(["num_tokens", "streamed", "size", "x"], chance.randrange(4))
     ours = {name: chance.choice([True, 3, 9, 40, *chance.sample(odd, 3)]) for name in names}
@@ -62,7 +62,7 @@ def prompt(chance: Random, known: list[list[int]]) -> list[int]:
 
 
 def damage(path: Path, others: list[Path], chance: Random) -> None:
-    """Put something else in the place of a stored object, whose file host caches may share."""
+    """Replace a stored object, as a new file: host caches may have linked the old one."""
     body = path.read_bytes()
     path.unlink()
     match chance.randrange(13):
@@ -88,7 +88,7 @@ def damage(path: Path, others: list[Path], chance: Random) -> None:
 
 
 def forget(host: Path) -> None:
-    """As if all that a host's cache holds had been evicted."""
+    """Delete all entries of a host's cache, as if they had been evicted."""
     for path in host.glob("*+*"):
         path.unlink()
 
@@ -103,7 +103,9 @@ def damage_some(folder: Path, chance: Random) -> int:
     return len(chosen)
 
 
-def test_every_answer_is_right(engines: list[ToyEngine], tmp_path: Path) -> None:
+def test_damaged_store_and_odd_params_give_right_tokens(
+    engines: list[ToyEngine], tmp_path: Path
+) -> None:
     chance, seen = dice("engines"), Counter[str]()
     known = [
         [chance.randrange(NUM_WORDS) for _ in range(chance.randrange(1, 60))] for _ in range(8)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host caches with odd things in their folder: used all the same, or refused at start."""
+"""Host caches with unexpected files in their folder: they work, or are refused at start."""
 
 import os
 import shutil
@@ -64,7 +64,7 @@ def memory() -> Iterator[Path]:
 def put_odd(root: Path, name: str, kind: str, number: int) -> None:
     path = root / name
     if path.parent.is_symlink() or (path.parent.exists() and not path.parent.is_dir()):
-        return  # another odd thing stands where its folder would be
+        return  # another unexpected file has the name of its folder
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)
@@ -106,14 +106,14 @@ def of_odd_mode(path: Path, number: int) -> None:
 
 
 def another_name(path: Path, number: int) -> None:
-    """Of a file of its own: locks are a file's, not a name's."""
+    """Make a second name of another file: locks belong to a file, not to a name."""
     other = path.with_name(f"another name of {path.name[-8:]}")
     other.write_bytes(bytes(2000))
     os.link(other, path)
 
 
 def a_socket(path: Path, number: int) -> None:
-    """Made under a short path, as sockets must be."""
+    """Make a socket under a short path, which sockets need, and move it."""
     with socket.socket(socket.AF_UNIX) as end, tempfile.TemporaryDirectory(dir="/dev/shm") as short:  # noqa: S108
         end.bind(f"{short}/s")
         os.rename(f"{short}/s", path)
@@ -130,14 +130,14 @@ ODD: dict[str, Callable[[Path, int], None]] = {
 
 @st.composite
 def oddities(draw: st.DrawFn) -> tuple[str, str, int]:
-    """A name, what lies there, and a number that it is made with."""
+    """A name, the kind of file under it, and a number that it is made from."""
     numbers = st.sampled_from([0, -1, 1, 9, 100, -(2**63), 2**63 - 1, 2**40, 0o222, 0o444, 0o666])
     numbers |= st.integers(0, 9)
     return draw(st.sampled_from(NAMES)), draw(st.sampled_from(sorted(ODD))), draw(numbers)
 
 
 class User:
-    """A process that uses the cache; it owns entries, of which the right bytes are known."""
+    """A process that uses the cache, and checks the bytes of its entries."""
 
     def __init__(self, cache: HostCache, planted: set[str]) -> None:
         self._cache = cache
@@ -191,14 +191,14 @@ class User:
     st.lists(oddities(), min_size=1, max_size=4),
     st.lists(st.tuples(st.sampled_from(OPS), st.sampled_from(KEYS)), min_size=4, max_size=16),
 )
-def test_odd_things_cost_entries_at_most(
+def test_unexpected_files_cost_at_most_entries(
     memory: Path,
     is_early: bool,
     limit_bytes: int,
     odd: list[tuple[str, str, int]],
     ops: list[tuple[str, Key]],
 ) -> None:
-    """`is_early`: the odd things come while the cache is in use."""
+    """`is_early`: the cache is opened before the unexpected files are made."""
     root = Path(tempfile.mkdtemp(dir=memory))
     try:
         cache = HostCache(root, limit_bytes, STORE) if is_early else None

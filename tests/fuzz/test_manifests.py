@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Manifests as a hostile writer of the store may leave them, and what engines and the doctor say.
+"""Manifests by a hostile writer of the store, read by engines and the doctor.
 
 Nothing raises, damaged ones are replaced, and no line of theirs gets into a log or a report.
 """
@@ -44,7 +44,7 @@ NAMES = [*FACTS, "tier", "x" * 3000, "\n\nERROR a line", "\x1b[2J", *ODD_TEXT]
 
 
 def _odd_text(draw: DrawFn, body: bytes) -> bytes:
-    """Bytes that may be no manifest's at all."""
+    """Bytes that need not be a manifest."""
     text = body.decode("utf-8", "replace")
     return draw(
         st.sampled_from(
@@ -67,7 +67,7 @@ def _odd_text(draw: DrawFn, body: bytes) -> bytes:
 
 @st.composite
 def manifests(draw: DrawFn) -> tuple[str, bytes]:
-    """A namespace, and what lies under its name: half of them are whole manifests."""
+    """A namespace, and the bytes of its manifest, which are valid in half of the cases."""
     facts = draw(mutated(FACTS))
     if isinstance(facts, dict) and draw(st.booleans()):
         facts[draw(st.sampled_from(NAMES))] = draw(values)
@@ -82,7 +82,7 @@ def manifests(draw: DrawFn) -> tuple[str, bytes]:
 
 
 class Heard(logging.Handler):
-    """All that was logged."""
+    """Collects the log; fails if a record has a traceback."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ async def examine(store: ObjectStore) -> None:
 
 @fuzzed(60)
 @given(st.lists(manifests(), min_size=1, max_size=3))
-def test_odd_manifests_are_left_out(
+def test_malformed_manifests_are_ignored(
     heard: Heard, runner: asyncio.Runner, planted: list[tuple[str, bytes]]
 ) -> None:
     async def play() -> None:
@@ -149,7 +149,7 @@ def test_odd_manifests_are_left_out(
 
 @fuzzed(40)
 @given(manifests())
-def test_a_damaged_manifest_is_replaced(runner: asyncio.Runner, planted: tuple[str, bytes]) -> None:
+def test_damaged_manifest_is_replaced(runner: asyncio.Runner, planted: tuple[str, bytes]) -> None:
     async def play() -> None:
         store = new_store()
         await store.put(manifest_key(Kind.EC, OURS), planted[1])

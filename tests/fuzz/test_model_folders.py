@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of models and LoRA adapters with odd files: a fingerprint, or the sentence that says why
-there is none."""
+"""Folders of LoRA adapters with malformed files: they have a fingerprint, or none."""
 
 import json
 import shutil
@@ -61,7 +60,7 @@ def files(draw: DrawFn) -> bytes:
     st.sampled_from(["", "config.json", "x.safetensors"]),
     st.booleans(),
 )
-def test_odd_folders_have_a_fingerprint_or_none(
+def test_malformed_folders_have_a_fingerprint_or_none(
     folders: Path, held: dict[str, bytes], odd: str, is_link: bool
 ) -> None:
     folder = Path(tempfile.mkdtemp(dir=folders))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects from a store that anybody may write to: what was sealed comes out, or ObjectCorrupt."""
+"""Damaged and forged objects: reading gives the sealed content, or raises ObjectCorrupt."""
 
 import contextlib
 import json
@@ -93,7 +93,7 @@ def with_header(raw: bytes, header: Any) -> bytes:
 
 
 def with_fitting_checksum(raw: bytes) -> bytes:
-    """As an enemy makes it, who knows docs/format.md and no key."""
+    """`raw` with a correct checksum, as an attacker without a key can compute it."""
     try:
         header = json.loads(raw[8:PROLOGUE_BYTES])
         metadata, tensor = header["__metadata__"], header[TENSOR_NAME]
@@ -106,10 +106,10 @@ def with_fitting_checksum(raw: bytes) -> bytes:
         metadata["ecshare.checksum"] = f"xxh3_128:{digest}"
         return with_header(raw, header)
     except (ValueError, LookupError, TypeError, RecursionError):
-        return raw  # it is refused for more than its checksum
+        return raw  # it is refused for other reasons than its checksum
 
 
-# --- damage: what nobody meant to do, or somebody without understanding ---
+# --- damage: accidental, or by a writer who does not know the format ---
 
 
 def flip_bits(draw: Draw, sound: Sound) -> bytes:
@@ -195,7 +195,7 @@ def make_up(draw: Draw, sound: Sound) -> bytes:
     return front + bytes(draw(st.sampled_from([0, PROLOGUE_BYTES])))
 
 
-# --- forgeries: all that fits, but for a key that the enemy has not ---
+# --- forgeries: well-formed, by an attacker without the integrity key ---
 
 
 def another_object(draw: Draw, sound: Sound) -> bytes:
@@ -217,7 +217,7 @@ def resealed(draw: Draw, sound: Sound) -> bytes:
 
 
 def other_facts(draw: Draw, sound: Sound) -> bytes:
-    """The genuine bytes, which mean something else."""
+    """The genuine payload under other facts."""
     header = sound.header()
     match draw(st.sampled_from(["shape", "dtype", "attributes", "producer"])):
         case "shape":
@@ -270,7 +270,7 @@ READERS = [read_whole, read_with_running_checksum]
 
 @fuzzed(400)
 @given(st.data())
-def test_damaged_objects_are_refused_or_harmless(data: st.DataObject) -> None:
+def test_damaged_objects_are_refused_or_read_correctly(data: st.DataObject) -> None:
     sound = data.draw(st.sampled_from(SOUND))
     raw = data.draw(st.sampled_from(DAMAGE))(data.draw, sound)
     refused = ""
@@ -283,7 +283,7 @@ def test_damaged_objects_are_refused_or_harmless(data: st.DataObject) -> None:
 
 @fuzzed(300)
 @given(st.data())
-def test_forged_objects_are_refused_by_who_has_a_key(data: st.DataObject) -> None:
+def test_readers_with_a_key_refuse_forged_objects(data: st.DataObject) -> None:
     sound = data.draw(st.sampled_from([each for each in SOUND if each.integrity]))
     raw = data.draw(st.sampled_from(FORGERY))(data.draw, sound)
     with contextlib.suppress(ObjectCorrupt):
@@ -292,7 +292,7 @@ def test_forged_objects_are_refused_by_who_has_a_key(data: st.DataObject) -> Non
 
 @fuzzed(100)
 @given(st.data())
-def test_what_was_sealed_is_read(data: st.DataObject) -> None:
-    """That readers take anything at all."""
+def test_unchanged_objects_are_read(data: st.DataObject) -> None:
+    """Readers accept unchanged objects."""
     sound = data.draw(st.sampled_from(SOUND))
     data.draw(st.sampled_from(READERS))(data.draw, sound.raw, sound)

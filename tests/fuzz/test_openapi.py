@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies made from the router's own description, good ones and ones with something odd.
+"""Bodies generated from the router's own description, valid ones and changed ones.
 
-Each gets an answer that the description knows; nothing is a 5xx, and no stream hangs.
+Each gets an answer that the description allows; none is a 5xx, and no stream hangs.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ odd = endpoints.flatmap(lambda path: st.tuples(st.just(path), BODIES[path].flatm
 
 
 async def unsure(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    """An encoder that answers and reports nothing: what follows gets the whole item."""
+    """An encoder that reports no embeddings: the next stages get the pixels."""
     return web.json_response({})
 
 
 class Served:
-    """A router on a socket, in a loop of its own that runs only while a question is open."""
+    """A router on a socket, in an event loop that runs only during a request."""
 
     def __init__(self, runner: asyncio.Runner, f: Fleet) -> None:
         self._runner = runner
@@ -73,7 +73,7 @@ def check(served: Served, path: str, body: Any) -> int:
 
 @fuzzed(80)
 @given(asked=good)
-def test_bodies_that_fit(served: Served, asked: tuple[str, Any]) -> None:
+def test_valid_bodies_get_a_described_answer(served: Served, asked: tuple[str, Any]) -> None:
     path, body = asked
     validator(schema_of(path)).validate(body)
     check(served, path, body)
@@ -81,7 +81,7 @@ def test_bodies_that_fit(served: Served, asked: tuple[str, Any]) -> None:
 
 @fuzzed(120)
 @given(asked=odd)
-def test_bodies_with_something_odd(served: Served, asked: tuple[str, Any]) -> None:
+def test_changed_bodies_get_a_described_answer(served: Served, asked: tuple[str, Any]) -> None:
     path, body = asked
     status = check(served, path, body)
     assert status != 200 or isinstance(body, dict)

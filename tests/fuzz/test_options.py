@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options and command lines: taken, or refused in one sentence; and no secret is ever shown."""
+"""Malformed options and command lines: accepted, or refused in one line; none shows a secret."""
 
 import asyncio
 import contextlib
@@ -127,7 +127,7 @@ URLS = [
     *(f"s3://AK:{SECRET}@bucket/p", f"s3://AK:{SECRET}[bucket/p"),
 ]
 OPENED = ("s3", "s3a", "az", "abfs", "gs", "memory")
-"""What opening does not touch anything outside this process, and no network."""
+"""The schemes that open without network access or effects outside this process."""
 NAMES = ["secret", "SECRET_KEY", "api_key", "token", "password", "passphrase", "sas_token"]
 NAMES += ["credential", "account_key", "client_secret", "x-amz-security-token", "Authorization"]
 CLASSES: list[type[StoreConfig]] = [StoreConfig, EncoderConfig, KVConfig]
@@ -172,7 +172,7 @@ def refusing() -> Iterator[None]:
 
 @fuzzed(250)
 @given(options(), st.sampled_from(CLASSES))
-def test_options_are_taken_or_refused(said: Any, cls: type[StoreConfig]) -> None:
+def test_options_are_accepted_or_refused_without_secrets(said: Any, cls: type[StoreConfig]) -> None:
     with refusing():
         config = parse(cls, said, PATH)
         check_silent(repr(config), str(config.for_log()), json.dumps(config.for_log(), default=str))
@@ -188,7 +188,7 @@ def test_options_are_taken_or_refused(said: Any, cls: type[StoreConfig]) -> None
 
 @fuzzed(100)
 @given(options(), scalars)
-def test_options_of_a_tier_are_taken_or_refused(said: Any, epoch: Any) -> None:
+def test_tier_options_are_accepted_or_refused_without_secrets(said: Any, epoch: Any) -> None:
     assume(isinstance(said, dict))
     with refusing():
         config = parse_tier(said | {"epoch": epoch}, PATH)
@@ -197,7 +197,7 @@ def test_options_of_a_tier_are_taken_or_refused(said: Any, epoch: Any) -> None:
 
 @st.composite
 def arguments(draw: DrawFn) -> str:
-    """What somebody may write behind `ecshare doctor`."""
+    """Possible arguments of `ecshare doctor`."""
     said = draw(options())
     wrapped = draw(
         st.sampled_from(
@@ -231,7 +231,7 @@ def arguments(draw: DrawFn) -> str:
 
 @fuzzed(200)
 @given(arguments())
-def test_the_doctors_argument_is_understood_or_refused(text: str) -> None:
+def test_doctor_argument_is_parsed_or_refused_without_secrets(text: str) -> None:
     with refusing():
         subjects, strangers = read_argument(text)
         check_silent(*map(repr, subjects))
@@ -252,7 +252,7 @@ ROUTER += ["--max-items", "--hand-over", "--timeout-s", "--allow-media-network",
         max_size=4,
     )
 )
-def test_the_routers_arguments_are_taken_or_refused(given: list[tuple[str, str]]) -> None:
+def test_router_arguments_are_accepted_or_refused(given: list[tuple[str, str]]) -> None:
     line = [word for pair in given for word in pair]
     status = 0
     try:
@@ -269,7 +269,7 @@ def test_the_routers_arguments_are_taken_or_refused(given: list[tuple[str, str]]
     st.sampled_from(["s3", "sftp", "https", "abfs", "smb", "s3a"]),
     st.sampled_from(["host/x", "h:9/x@y", "bucket/a:b", "[::1]:80/"]),
 )
-def test_the_login_in_a_url_is_masked(secret: str, user: str, protocol: str, place: str) -> None:
+def test_password_in_a_url_is_masked(secret: str, user: str, protocol: str, place: str) -> None:
     secret = f"<{secret}>"
     config = StoreConfig(url=f"{protocol}://{user}:{secret}@{place}")
     assert secret not in repr(config)
@@ -280,7 +280,7 @@ def test_the_login_in_a_url_is_masked(secret: str, user: str, protocol: str, pla
 @given(
     st.sampled_from(NAMES), st.lists(st.sampled_from(["x", "list", "client_kwargs"]), max_size=4)
 )
-def test_what_is_called_a_secret_is_masked_at_any_depth(name: str, inside: list[str]) -> None:
+def test_secret_options_are_masked_at_any_depth(name: str, inside: list[str]) -> None:
     held: Any = {name: SECRET}
     for each in inside:
         held = [held, {"b": held}] if each == "list" else {each: held}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients say about transfers is understood, or ignored."""
+"""Malformed transfer params of clients are parsed or ignored."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ FORMS: list[dict[str, Any]] = [
 
 @fuzzed(300)
 @given(st.sampled_from(FORMS).flatmap(mutated))
-def test_announcements_are_in_range(params: Any) -> None:
+def test_announced_token_count_is_in_range(params: Any) -> None:
     request: Any = SimpleNamespace(kv_transfer_params=params, num_prompt_tokens=NUM_TOKENS)
     num_tokens = announced_tokens(request)
     assert type(num_tokens) is int

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The router's parsers, of clients' requests and of engines' answers, without a network.
 
-A request is taken or refused with an error in OpenAI's shape. What is sent on names each media item
-by its content, and carries nothing of what a client says about transfers.
+A request is accepted, or refused with an error in OpenAI's shape. Forwarded requests name each
+media item by its content, and have no transfer params of a client.
 """
 
 import contextlib
@@ -107,7 +107,7 @@ held = st.sampled_from([{"url": url} for url in URLS] + URLS + SOUNDS + [None, {
 
 @st.composite
 def requests(draw: DrawFn) -> Any:
-    """A request of which something is odd, in its media above all."""
+    """A request with malformed parts, mostly in its media."""
     request = draw(st.sampled_from(REQUESTS).flatmap(mutated))
     parts = [part for part in media_parts(request) if draw(st.booleans())]
     for part in parts:
@@ -124,7 +124,7 @@ def requests(draw: DrawFn) -> Any:
 
 
 def media_parts(request: Any) -> list[dict[str, Any]]:
-    """Every object in a list of contents, however odd the rest is."""
+    """Every object in a list of contents, however malformed the rest is."""
     messages = request.get("messages") if isinstance(request, dict) else None
     contents = [
         message.get("content")
@@ -157,7 +157,7 @@ def bodies(draw: DrawFn) -> bytes:
 
 
 def decoded(answer: Any) -> dict[str, Any] | None:
-    """What the router makes of an engine's answer."""
+    """An engine's answer as the router reads it."""
     try:
         read = msgspec.json.decode(written(answer))
     except (ValueError, RecursionError):
@@ -201,7 +201,7 @@ P_ANSWER = {"kv_transfer_params": {"kvshare": {"num_tokens": 7, "size": 1}}}
 
 @fuzzed(200)
 @given(bodies(), mutated({"ec_transfer_params": {"uuid": E_ANSWER}}), mutated(P_ANSWER))
-def test_requests_are_taken_or_refused(body: bytes, encoded: Any, prefilled: Any) -> None:
+def test_chat_requests_are_accepted_or_refused(body: bytes, encoded: Any, prefilled: Any) -> None:
     try:
         chat = read_chat(body, MAX_ITEMS)
         media = media_of(chat)
@@ -220,7 +220,7 @@ def test_requests_are_taken_or_refused(body: bytes, encoded: Any, prefilled: Any
         *plan.encode_requests(chat, media).values(),
     ):
         check_sent(request, media)
-        with contextlib.suppress(RecursionError):  # which the router says
+        with contextlib.suppress(RecursionError):  # which the router reports
             msgspec.json.encode(request)
     sent = plan.decode_request(lean, hand_over)
     said = {**(hand_over or {}), **lean.get("kv_transfer_params", {})}
@@ -234,7 +234,7 @@ def test_requests_are_taken_or_refused(body: bytes, encoded: Any, prefilled: Any
     ),
     st.sampled_from(ODD_TEXT) | odd_text,
 )
-def test_engines_urls_are_taken_or_refused(front: str, text: str) -> None:
+def test_engine_urls_are_normalized_or_refused(front: str, text: str) -> None:
     with contextlib.suppress(ValueError):
         url = engine_url(front + text)
         assert url.startswith(("http://", "https://", "dns+http://"))
@@ -243,6 +243,6 @@ def test_engines_urls_are_taken_or_refused(front: str, text: str) -> None:
 
 @fuzzed(50)
 @given(odd_text)
-def test_request_ids_cannot_break_a_line(text: str) -> None:
+def test_accepted_request_ids_are_printable_ascii(text: str) -> None:
     accepted = plan.acceptable_request_id(text)
     assert accepted is None or (accepted.isprintable() and accepted.isascii())

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests at each of the router's endpoints: taken or refused. No engine gets a client's names."""
+"""Malformed requests at each endpoint of the router: accepted or refused. No engine gets a client's
+item names."""
 
 import contextlib
 from collections.abc import Iterator
@@ -119,7 +120,7 @@ def images(request: dict[str, Any]) -> list[Any]:
 
 @fuzzed(400)
 @given(asked())
-def test_requests_are_taken_or_refused_at_each_endpoint(case: tuple[str, bytes]) -> None:
+def test_each_endpoint_accepts_or_refuses_requests(case: tuple[str, bytes]) -> None:
     path, body = case
     try:
         client = {**SPLIT, **PASSED_ON}[path](body, MAX_ITEMS)
@@ -137,7 +138,7 @@ def test_requests_are_taken_or_refused_at_each_endpoint(case: tuple[str, bytes])
     announced = plan.encoded_request(client, media, {}, {"a": {}} if media else {})
     for sent in (plain, announced, plan.prefill_request(client.endpoint, plain)):
         check_sent(path, sent, uuids)
-        with contextlib.suppress(RecursionError):  # which the router says
+        with contextlib.suppress(RecursionError):  # which the router reports
             msgspec.json.encode(sent)
     encoded = plan.encode_requests(client, media) if path in SPLIT else {}
     for sent in encoded.values():
@@ -146,7 +147,7 @@ def test_requests_are_taken_or_refused_at_each_endpoint(case: tuple[str, bytes])
 
 @fuzzed(100)
 @given(st.sampled_from(sorted(BASES)), mutated({"error": {"message": "a", "type": "b"}}))
-def test_an_engines_error_is_restated_or_left(path: str, error: Any) -> None:
+def test_engine_errors_are_translated_or_passed_on(path: str, error: Any) -> None:
     body = written(error)
     shown = restated(dialect_of(path), 400, body)
     assert shown == body or msgspec.json.decode(shown)["type"] == "error"

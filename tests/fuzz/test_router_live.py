@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A router on a socket, and whatever bytes clients send: nothing is a 5xx but for media that cannot
-be fetched, no header is passed on that a client has smuggled in, no file is read, and the router
-goes on."""
+"""Malformed requests to a router on a socket: none gets a 5xx except for media that cannot be
+fetched, no smuggled header is forwarded, no file is read, and the router still works afterwards."""
 
 import asyncio
 import json
@@ -69,7 +68,7 @@ URLS = [
 
 
 class Deaf(FakeEngine):
-    """Answers whatever it is sent: what is found unreadable, the router has to find."""
+    """Accepts every request, so that the router has to refuse unreadable ones."""
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
         await http.read()
@@ -151,11 +150,11 @@ KINDS: list[Callable[[Random], bytes]] = [
     odd_media,
 ]  # fmt: skip
 ANSWERED = (odd_json, odd_media)
-"""What is well-formed HTTP: it must be answered, in JSON."""
+"""The kinds that are well-formed HTTP: they must be answered, in JSON."""
 
 
 async def send(port: int, sent: bytes, *, is_whole: bool) -> bytes:
-    """Send it and return the answer. What may be cut short is not waited for for long."""
+    """Send a request and return the answer; wait only briefly if it may be incomplete."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(sent)
@@ -181,7 +180,7 @@ def check(answer: bytes, *, is_whole: bool) -> str:
     return status
 
 
-async def test_nothing_is_a_5xx(caplog: pytest.LogCaptureFixture) -> None:
+async def test_malformed_requests_get_no_5xx(caplog: pytest.LogCaptureFixture) -> None:
     chance, seen = dice("router"), Counter[str]()
     async with (
         Deaf(decoded).serving() as e,
@@ -205,7 +204,7 @@ async def test_nothing_is_a_5xx(caplog: pytest.LogCaptureFixture) -> None:
 
         for _ in range(cases(25)):
             await asyncio.gather(*(one() for _ in range(TOGETHER)))
-        await check_goes_on(f)
+        await check_still_works(f)
         for engine in (e, d):
             assert not any("X-Evil" in headers for headers in engine.headers)
     assert seen["200"]
@@ -216,7 +215,7 @@ async def test_nothing_is_a_5xx(caplog: pytest.LogCaptureFixture) -> None:
             assert OneLineFormatter().format(record).isprintable()
 
 
-async def check_goes_on(f: Fleet) -> None:
+async def check_still_works(f: Fleet) -> None:
     response, _ = await f.post(VALID)
     assert response.status == 200
 

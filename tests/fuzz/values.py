@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strategies: odd JSON values, and good ones with one to three places changed."""
+"""Strategies: unusual JSON values, and valid ones with one to three places changed."""
 
 import copy
 import json
@@ -42,7 +42,7 @@ values = st.one_of(
 
 
 def paths(value: Any, at: Path = ()) -> list[Path]:
-    """Every place in `value` but the whole."""
+    """The path of every value inside `value`."""
     inner: list[tuple[str | int, Any]] = []
     if isinstance(value, dict):
         inner = list(value.items())

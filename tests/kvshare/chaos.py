@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that share one store while everything happens to them at once.
+"""Engines that share one store under random requests and faults.
 
 A play has some players: engines with vLLM's real scheduler, both halves of the connector and the
-arithmetic of `toy` for a model. Dice choose what each is asked, and what befalls it meanwhile.
-Their threads run as they like: a seed gives the same engines and chances, not the same play.
+arithmetic of `toy` for a model. A random generator chooses requests and faults. Threads are not
+synchronised: a seed gives the same engines and the same events, but not the same interleaving.
 """
 
 import asyncio
@@ -48,9 +48,9 @@ EVENTS = (
     *("answers", "aborts", "preemptions", "announced", "streamed", "never stored", "resets"),
     *("sleeps", "failed operations", "evictions", "damages", "loaded", "computed at once"),
 )
-"""What happens in every few plays."""
+"""Events that any few plays together must contain."""
 BESIDE_SIBLINGS = ("taken by a sibling", "wrong beside a sibling")
-"""And of the kind `siblings` besides."""
+"""Further events of the kind `siblings`."""
 MOST_LIVE = 10
 MOST_PROMPT_TOKENS = 60
 MOST_ANSWER_TOKENS = 24
@@ -61,20 +61,20 @@ GARBAGE = -7.0
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """One engine of a play. Other kinds of players are other options."""
+    """The options of one engine of a play."""
 
     store: dict[str, Any]
-    """The connector's."""
+    """Options of the connector."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Of `vllm_config`."""
+    """Arguments of `vllm_config`."""
     engine: dict[str, Any] = field(default_factory=dict)
-    """Of `ToyEngine`."""
+    """Arguments of `ToyEngine`."""
 
 
 def drawn(dice: Random, kind: str, folder: Path, num_engines: int = 2) -> list[EngineOptions]:
-    """Draw engines that share what they store. Only the first is short of blocks for sure.
+    """Draw the options of engines that share a namespace. The first is always short of blocks.
 
-    Of the kind `siblings` it also has another connector, which brings wrong KV.
+    For the kind `siblings` the first also has another connector, which loads wrong KV.
     """
     shared: dict[str, Any] = {"chunk_tokens": dice.choice([BLOCK, 2 * BLOCK, 4 * BLOCK])}
     shared |= {"wait_s": 0.4, "io_timeout_s": 1.0}
@@ -100,7 +100,7 @@ def _drawn_one(
         "max_num_seqs": 8,
     }
     num_blocks = FEWEST_BLOCKS + (dice.choice([0, 16, 60]) if number else 0)
-    if "specs" in engine:  # a window's blocks come back once the prompt is computed
+    if "specs" in engine:  # a window's blocks are freed only once the prompt is computed
         num_blocks += MOST_PROMPT_TOKENS // BLOCK + 1
     own: dict[str, Any] = {"num_blocks": num_blocks}
     if kind == "siblings" and not number:
@@ -118,17 +118,17 @@ def _drawn_one(
 
 
 class Weather:
-    """How a store is: how long its operations wait, and how many fail. Any thread."""
+    """Delays and failures of a store's operations. Thread-safe."""
 
     def __init__(self, dice: Random) -> None:
         self.failing = 0.0
-        """The part of all operations that fail."""
+        """The share of operations that fail."""
         self.num_failed = 0
         self._dice = dice
 
     @contextmanager
     def above(self) -> Iterator[None]:
-        """Have the stores that are opened meanwhile be in this weather."""
+        """Subject stores that are opened inside the context to this weather."""
 
         def opened(*args: Any, **kwargs: Any) -> Any:
             return _InWeather(open_store(*args, **kwargs), self)
@@ -137,7 +137,7 @@ class Weather:
             yield
 
     async def befalls(self) -> None:
-        """Wait, or fail, as it is just now."""
+        """Wait for a random time, or fail."""
         chance = self._dice.random()
         if chance < max(0.3, self.failing):
             await asyncio.sleep(self._dice.random() * LONGEST_DELAY_S)
@@ -147,7 +147,7 @@ class Weather:
 
 
 class _InWeather:
-    """A store as it is in some weather."""
+    """A store whose operations are delayed or fail."""
 
     def __init__(self, store: ObjectStore, weather: Weather) -> None:
         self._store = store
@@ -202,11 +202,11 @@ class Player:
             self._seen["aborts"] += 1
 
     def reset(self) -> None:
-        """Empty vLLM's cache, with what runs in it or not; vLLM refuses while a load goes on."""
+        """Reset vLLM's prefix cache, with or without running requests; loads make it refuse."""
         self._seen["resets"] += self._is_reset(and_running=self._dice.random() < 0.7)
 
     def sleep_or_wake(self) -> None:
-        """Fall asleep, or wake up. vLLM empties its cache before and lets all go, if it can."""
+        """Fall asleep, or wake up. vLLM resets its cache before it sleeps, if it can."""
         connector = self.engine._worker_connector
         if self.is_asleep:
             connector.restore_kv_caches()
@@ -221,7 +221,7 @@ class Player:
         self.is_asleep = not self.is_asleep
 
     def step(self) -> None:
-        """Run one turn of the engine, if it has work; check the answers that it ends."""
+        """Run one step of the engine, if it has work; check the answers that end."""
         if self.is_asleep or not self.engine.has_work:
             return
         before = {name: each.num_preemptions for name, each in self.live.items()}
@@ -234,7 +234,7 @@ class Player:
                 self._seen["answers"] += 1
 
     def come_to_rest(self) -> None:
-        """Serve what is left; see that it all ended and that nothing of it is kept."""
+        """Serve the remaining requests; check that all ended and that no resource is held."""
         if self.is_asleep:
             self.sleep_or_wake()
         deadline_s = time.monotonic() + GIVE_UP_S
@@ -249,7 +249,7 @@ class Player:
         assert not self.engine.scheduler.kv_cache_manager.block_pool.get_usage(), str(self)
         # A put that was given up may read its slab a little longer.
         wait_until(lambda: not worker.save_queue_bytes, otherwise="a slab is left")
-        self.engine.run(make_request("last", [1]))  # whose steps tell the scheduler of all that
+        self.engine.run(make_request("last", [1]))  # its steps report the ended transfers
         assert not scheduler.reserved_bytes, "memory is reserved"
         for guard in (self.engine.connector.guard, self.engine._worker_connector.guard):
             assert not guard.has_given_up, "a hook raised"
@@ -281,8 +281,8 @@ class Player:
             return False
 
     def _check(self, request: Request) -> list[int]:
-        """Return what was answered so far: it is right, but beside a sibling, whose KV is wrong
-        and may be a local hit of any other request."""
+        """Return the answer so far, and check it. Beside a sibling it may be wrong: the sibling's
+        wrong KV may be a local hit of any request."""
         tokens = self.engine.answers[request.request_id].tokens
         prompt = request.prompt_token_ids
         assert prompt is not None
@@ -294,7 +294,7 @@ class Player:
 
 
 class Play:
-    """Some players over one store, and what happens to them. Close it."""
+    """Some players over one store, and random events. Close it."""
 
     def __init__(self, model: Path, folder: Path, dice: Random, kind: str) -> None:
         """`model`: of `write_model`. `folder`: empty, for this play."""
@@ -319,7 +319,7 @@ class Play:
         }
 
     def run(self, num_turns: int = NUM_TURNS) -> Counter[str]:
-        """Play, and return what happened.
+        """Play, and return how often each event happened.
 
         Raises:
             AssertionError: an engine answered wrongly, hangs, or keeps what it should not.
@@ -340,8 +340,8 @@ class Play:
         shutil.rmtree(self._folder)
 
     def _ask(self, player: Player) -> None:
-        """A prompt that is known, a part of it, or one that goes on otherwise; now and then as the
-        router asks P and D."""
+        """Ask for a known prompt, a part of it or a variation, sometimes as the router asks P and
+        D."""
         if len(player.live) >= MOST_LIVE:
             return
         dice = self._dice
@@ -363,7 +363,7 @@ class Play:
             self.seen["computed at once"] += 1
 
     def _ask_sibling(self, player: Player, words: list[int], salt: str | None) -> None:
-        """A prompt whose KV a sibling brings, or fails to."""
+        """Ask for a prompt whose KV the sibling loads, or fails to load."""
         assert player.sibling is not None
         failures = ["", "", "blocks", *(["request"] if player.sibling["is_async"] else [])]
         said = from_prefiller(
@@ -373,7 +373,7 @@ class Play:
         self.seen["taken by a sibling"] += 1
 
     def _ask_both(self, p: Player, words: list[int], salt: str | None) -> None:
-        """D has its request while P computes, or what P said when it had."""
+        """Ask P, and ask D while P computes or with P's announcement."""
         p.ask(words, salt, {"do_remote_decode": True})
         d = self._dice.choice([each for each in self.players if each is not p])
         if self._dice.random() < 0.5:
@@ -387,14 +387,14 @@ class Play:
             self.seen["announced"] += 1
 
     def _words(self, count: int) -> list[int]:
-        """Few kinds of them, so that prompts begin alike."""
+        """Draw from a small vocabulary, so that prompts share prefixes."""
         return [self._dice.randrange(6) for _ in range(count)]
 
     def _change_weather(self, player: Player) -> None:
         self._weather.failing = self._dice.choice([0.0, 0.0, 0.1, 0.9])
 
     def _evict(self, player: Player) -> None:
-        """As others do who use the same folder of host memory."""
+        """Remove entries, as other users of the same host cache folder do."""
         for path in self._folder.glob("host*/*+*"):
             if self._dice.random() < 0.5:
                 path.unlink(missing_ok=True)
@@ -407,7 +407,7 @@ class Play:
                 self.seen["damages"] += 1
 
     def _pinned(self) -> list[str]:
-        """The entries of host caches that this process has open or mapped."""
+        """Return the entries of host caches that this process has open or mapped."""
         opened = []
         for link in Path("/proc/self/fd").iterdir():
             try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines over one store, and how they are watched."""
+"""Fixtures and helpers: engines over one store, and steps until a condition holds."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -62,7 +62,7 @@ def start(text_model: Path, tmp_path: Path) -> Iterator[StartEngine]:
 
 @pytest.fixture
 def gated(start: StartEngine, tmp_path: Path) -> Iterator[StartEngine]:
-    """Start engines on one store in memory, each as on a host of its own."""
+    """Start engines on one store in memory, each with its own host cache."""
     hosts = iter(range(100))
 
     def start_gated(
@@ -81,7 +81,7 @@ def gated(start: StartEngine, tmp_path: Path) -> Iterator[StartEngine]:
 
 
 def spin(engine: ToyEngine, is_so: Callable[[], bool], otherwise: str) -> None:
-    """Step until it is so. A step may wait for a transfer: wait for what does not pass by itself.
+    """Step until `is_so`, a condition that lasts once it holds: a step may wait for a transfer.
 
     Raises:
         AssertionError: it is not within `SPIN_S`; says `otherwise`.
@@ -98,7 +98,7 @@ def worker_connector(engine: ToyEngine) -> KVShareConnector:
 
 
 def sleep_and_wake(engine: ToyEngine) -> None:
-    """Give the cache's memory away and take other memory, as vLLM's workers do since 0.33."""
+    """Free the cache's memory and register it again, as vLLM's workers do since 0.33."""
     connector = worker_connector(engine)
     connector.unregister_kv_caches()
     for layer in engine.model.kv_caches.values():
@@ -107,7 +107,7 @@ def sleep_and_wake(engine: ToyEngine) -> None:
 
 
 def is_at_rest(engine: ToyEngine) -> bool:
-    """Whether nothing of a request is left, in vLLM or in either half."""
+    """Return whether vLLM and both halves hold no request any more."""
     halves = (engine.connector.scheduler, engine.worker)
     pool = engine.scheduler.kv_cache_manager.block_pool
     is_empty = not engine.scheduler.requests and all(half.is_empty for half in halves)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can happen to an object that lies in a folder."""
+"""Ways to damage an object in a folder."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from ecshare.store.format import PROLOGUE_BYTES
 
 
 def replace(path: Path, body: bytes | bytearray | memoryview) -> None:
-    """Not in place: the file may be a host cache's too."""
+    """Write a new file, since a host cache may have a hard link to the old one."""
     path.unlink()
     path.write_bytes(body)
 

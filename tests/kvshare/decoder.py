@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real decoder, small: causal attention over a paged KV cache, driven as before V1.
+"""A small real decoder: causal attention over a paged KV cache, driven as before V1.
 
 `python -m tests.kvshare.decoder JOB` prefills prompts in a process of its own, and sends them.
 """
@@ -24,7 +24,7 @@ WIDTH = HEADS * HEAD_SIZE
 
 
 class Decoder(nn.Module):
-    """Two layers, seeded: two processes have the same one."""
+    """Two layers with seeded weights, so that two processes have the same model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,14 +64,14 @@ class Decoder(nn.Module):
 
 
 def fresh_caches() -> list[Tensor]:
-    """Garbage, so that what nobody wrote is noticed."""
+    """Return caches of garbage, so that reading an unwritten block gives wrong tokens."""
     shape = (2, NUM_BLOCKS, BLOCK, HEADS, HEAD_SIZE)
     return [torch.full(shape, -9.0) for _ in range(LAYERS)]
 
 
 @dataclass(frozen=True)
 class ModelInput:
-    """Frozen, as vLLM's is."""
+    """A model input, frozen as vLLM's."""
 
     input_tokens: Tensor
     input_positions: Tensor
@@ -132,7 +132,7 @@ def batch(
 
 
 def last_hidden(hidden: Tensor, model_input: Any) -> list[Tensor]:
-    """Return the hidden state of each sequence's last token, or of what else is sampled from."""
+    """Return the hidden states of the tokens that are sampled from."""
     return [*hidden[model_input.sampling_metadata.selected_token_indices]]
 
 

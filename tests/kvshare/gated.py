@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`gated://`: a store in memory whose reads and writes can be held up, as a slow network does."""
+"""`gated://`: a store in memory whose operations can be blocked, as by a slow network."""
 
 import threading
 from typing import Any
@@ -11,7 +11,7 @@ GIVE_UP_S = 30.0
 
 
 class GatedFileSystem(MemoryFileSystem):  # type: ignore[misc]
-    """An operation, or one on one path, waits while it is in `closed`, and fails if in `broken`."""
+    """Operations in `closed`, or `closed` for one path, wait; those in `broken` fail."""
 
     protocol = ("gated",)
     store: dict[str, Any] = {}  # noqa: RUF012 — fsspec's own way: one store for all instances

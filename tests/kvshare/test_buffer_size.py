@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory saves may take where nobody has said so."""
+"""The default of `buffer_bytes`, the memory that saves may use."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ TOKENS_OF_TWO_GIB = 2 * GIB // SLAB_BYTES * BLOCK
 
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
-    """On a GPU of a large host, with steps of one GiB of KV."""
+    """Configure a GPU engine on a large host whose steps compute one GiB of KV."""
     monkeypatch.setattr(module, "memory_bytes", lambda: 1024 * GIB)
     config = vllm_config(write_model(tmp_path / "model"), {})
     config.device_config.device_type = "cuda"
@@ -36,12 +36,12 @@ def default_of(engine: VllmConfig, tmp_path: Path) -> int:
     return with_default_buffer(config, engine, cache_config(64)).buffer_bytes
 
 
-def test_a_gpu_has_memory_for_two_steps(engine: VllmConfig, tmp_path: Path) -> None:
+def test_gpu_default_buffer_holds_two_steps(engine: VllmConfig, tmp_path: Path) -> None:
     assert default_of(engine, tmp_path) == 2 * GIB
 
 
 @pytest.mark.parametrize(("gib_a_step", "expected"), [(0.25, 1), (0.5, 1), (2, 4), (8, 4)])
-def test_it_is_no_less_than_elsewhere_and_no_more_than_4_gib(
+def test_default_buffer_is_between_1_and_4_gib(
     engine: VllmConfig, tmp_path: Path, gib_a_step: float, expected: int
 ) -> None:
     engine.scheduler_config.max_num_batched_tokens = int(gib_a_step * TOKENS_OF_TWO_GIB / 2)
@@ -52,7 +52,7 @@ def test_it_is_no_less_than_elsewhere_and_no_more_than_4_gib(
     ("memory_gib", "num_ranks", "num_engines", "expected"),
     [(32, 1, 1, 2), (24, 1, 1, 1.5), (192, 8, 1, 1.5), (96, 2, 2, 1.5), (8, 1, 1, 1), (0, 1, 1, 1)],
 )
-def test_all_ranks_together_take_a_sixteenth_of_the_memory(  # noqa: PLR0913
+def test_all_local_ranks_together_use_a_sixteenth_of_memory(  # noqa: PLR0913
     engine: VllmConfig,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -68,10 +68,10 @@ def test_all_ranks_together_take_a_sixteenth_of_the_memory(  # noqa: PLR0913
     assert default_of(engine, tmp_path) == expected * GIB
 
 
-def test_replicas_that_do_not_know_of_each_other_share_the_memory_too(
+def test_independent_dp_replicas_share_the_memory(
     engine: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM tells each dense replica that it is the only one. They see the GPUs of all."""
+    """vLLM configures each dense replica as the only one, yet each sees the GPUs of all."""
     monkeypatch.setattr(module, "memory_bytes", lambda: 192 * GIB)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     engine.parallel_config.data_parallel_size = 8
@@ -98,12 +98,14 @@ def that_shares_nothing(engine: VllmConfig) -> None:
 
 
 @pytest.mark.parametrize("change", [on_a_cpu, with_ray, that_only_loads, that_shares_nothing])
-def test_other_engines_have_the_default(engine: VllmConfig, tmp_path: Path, change: Any) -> None:
+def test_cpu_ray_or_consumer_engines_keep_the_fixed_default(
+    engine: VllmConfig, tmp_path: Path, change: Any
+) -> None:
     change(engine)
     assert default_of(engine, tmp_path) == GIB
 
 
-def test_what_the_option_says_counts_and_the_log_says_how_much_it_is(
+def test_buffer_bytes_option_overrides_the_default_and_is_logged(
     start: StartEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def of_2_mib(config: KVConfig, *_: object) -> KVConfig:
@@ -128,7 +130,7 @@ def test_what_the_option_says_counts_and_the_log_says_how_much_it_is(
         ({"memory/memory.limit_in_bytes": "9223372036854771712\n"}, None),
     ],
 )
-def test_the_memory_of_a_container_is_what_it_may_take(
+def test_container_memory_is_its_cgroup_limit(
     tmp_path: Path, files: dict[str, str], expected: int | None
 ) -> None:
     for name, text in files.items():

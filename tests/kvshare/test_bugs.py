@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bug of ours in any hook: every request ends, with the tokens of an engine without us."""
+"""A hook of the connector raises: every request still ends with the right tokens."""
 
 import logging
 import threading
@@ -64,7 +64,7 @@ def serve_all(engine: ToyEngine, name: str) -> None:
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("nth_call", gate_tries(1, 2, 5))
 @pytest.mark.parametrize(("half", "hook"), HALVES)
-def test_requests_end_with_the_right_tokens(
+def test_requests_get_right_tokens_although_a_hook_raises(
     start: StartEngine,
     monkeypatch: pytest.MonkeyPatch,
     half: type,
@@ -80,7 +80,7 @@ def test_requests_end_with_the_right_tokens(
 
 
 @pytest.mark.parametrize("hook", ["orders", "settle"])
-def test_a_bug_is_logged_once_and_counted(
+def test_exception_in_a_hook_is_logged_once_and_counted(
     start: StartEngine,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -96,7 +96,7 @@ def test_a_bug_is_logged_once_and_counted(
     assert [bool(each.exc_info) for each in errors] == [True]
 
 
-def test_a_worker_that_has_given_up_stops_the_other_half(
+def test_scheduler_half_stops_once_the_worker_gave_up(
     start: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serve(start(), PROMPTS[0])
@@ -109,7 +109,7 @@ def test_a_worker_that_has_given_up_stops_the_other_half(
     assert engine.answers["second0"].kv_transfer_params is None
 
 
-def test_nobody_computes_in_blocks_that_are_being_written_to(
+def test_blocks_still_being_written_are_not_computed_in(
     start: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serve(start(), PROMPTS[0])
@@ -142,7 +142,7 @@ def raises(*args: Any) -> None:
 
 
 @pytest.mark.parametrize("hook", ["unregister", "settle"])
-def test_vllm_does_not_sleep_while_a_block_is_being_written_to(
+def test_unregister_waits_while_a_block_is_written(
     start: StartEngine, monkeypatch: pytest.MonkeyPatch, hook: str
 ) -> None:
     serve(start(), PROMPTS[0])
@@ -172,7 +172,7 @@ def test_vllm_does_not_sleep_while_a_block_is_being_written_to(
 
 @pytest.mark.parametrize("nth_call", gate_tries(1, 2))
 @pytest.mark.parametrize("hook", ["unregister", "restore"])
-def test_an_engine_sleeps_and_serves_on_whatever_raises_then(
+def test_engine_sleeps_and_serves_although_sleep_hooks_raise(
     start: StartEngine, monkeypatch: pytest.MonkeyPatch, hook: str, nth_call: int
 ) -> None:
     monkeypatch.setattr(KVWorker, hook, fails_from(getattr(KVWorker, hook), nth_call))
@@ -183,7 +183,7 @@ def test_an_engine_sleeps_and_serves_on_whatever_raises_then(
         sleep_and_wake(engine)
 
 
-def test_what_arrives_after_its_worker_has_given_up_is_not_written(
+def test_fetch_that_ends_after_the_worker_gave_up_is_not_written(
     gated: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serve(gated(), PROMPTS[0])

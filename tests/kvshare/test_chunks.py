@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks of several blocks, in whole engines but for the model: the tokens are always right."""
+"""Chunks of several blocks, in whole engines with a toy model: the tokens are always right."""
 
 import random
 import shutil
@@ -56,9 +56,7 @@ def test_the_second_engine_computes_one_token(
 
 
 @pytest.mark.parametrize("chunk_blocks", [1, 2, 3, 64])
-def test_turns_of_a_conversation_find_all_that_was_said(
-    start: StartEngine, chunk_blocks: int
-) -> None:
+def test_conversation_turns_hit_all_stored_blocks(start: StartEngine, chunk_blocks: int) -> None:
     """Each turn on another engine than the last one."""
     engines = [start(store=chunked(chunk_blocks), num_blocks=128) for _ in range(2)]
     talk: list[int] = []
@@ -66,7 +64,7 @@ def test_turns_of_a_conversation_find_all_that_was_said(
     for turn in range(6):
         talk += range(500 + 10 * turn, 500 + 10 * turn + 7)
         engine = engines[turn % 2]
-        # What this engine has itself must not help it.
+        # Its local prefix cache must not hide a miss in the store.
         assert engine.scheduler.reset_prefix_cache()
         answer = serve(engine, talk, max_tokens=11, name=f"turn{turn}")
         assert answer.computed_prompt_tokens == len(talk) - stored
@@ -75,28 +73,28 @@ def test_turns_of_a_conversation_find_all_that_was_said(
         stored = (len(talk) - 1) // BLOCK * BLOCK
 
 
-def test_an_answer_is_stored_once_it_ends_and_no_byte_more_than_twice(
+def test_answer_is_stored_when_it_ends_with_one_partial_chunk_twice(
     start: StartEngine, tmp_path: Path
 ) -> None:
     engine = start(store=chunked(8))
     serve(engine, LONG, max_tokens=40)
     num_blocks = (len(LONG) + 39) // BLOCK
     stored = sum(path.stat().st_size - PROLOGUE_BYTES for path in objects(tmp_path))
-    # One chunk is there once as a part, where the prompt ended, and once whole; and a tail.
+    # The chunk in which the prompt ended is stored partly and whole; the prompt has a tail.
     assert stored <= (num_blocks + 8) * BLOCK_BYTES
     longer = [*LONG, *engine.answers["r"].tokens]
     fresh = start(store=chunked(8))
     assert serve(fresh, longer).computed_prompt_tokens == len(longer) - num_blocks * BLOCK
 
 
-def test_a_local_hit_that_ends_inside_a_chunk_costs_nothing(start: StartEngine) -> None:
+def test_local_hit_ending_inside_a_chunk_is_not_reloaded(start: StartEngine) -> None:
     serve(start(store=chunked(4)), LONG)
     engine = start(store=chunked(4))
     serve(engine, LONG[: 6 * BLOCK], max_tokens=1, name="short")
     engine.counts.clear()
     answer = serve(engine, LONG, name="long")
     assert answer.computed_prompt_tokens == 1
-    assert engine.counts["blocks/loaded"] == 14 - 6, "what is here is not loaded over"
+    assert engine.counts["blocks/loaded"] == 14 - 6, "local blocks are not loaded again"
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -112,10 +110,10 @@ def test_chunked_prefill_saves_every_chunk(
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("chunk_blocks", [2, 3, 16])
-def test_preempted_requests_find_what_they_had(
+def test_preempted_requests_reload_their_blocks_from_the_store(
     start: StartEngine, chunk_blocks: int, is_async: bool
 ) -> None:
-    """Too few blocks for all; what they had computed lay in blocks that others fill now."""
+    """There are too few blocks for all: preempted requests lose theirs to others."""
     prompts = [[number, *LONG[:9]] for number in range(6)]
     engine = start(num_blocks=20, is_async=is_async, store=chunked(chunk_blocks))
     requests = [make_request(f"r{number}", prompt, 20) for number, prompt in enumerate(prompts)]
@@ -125,18 +123,17 @@ def test_preempted_requests_find_what_they_had(
     assert engine.counts["tokens/loaded"] > 0
 
 
-def test_engines_with_other_chunks_miss_each_others(start: StartEngine) -> None:
+def test_engines_with_different_chunk_tokens_do_not_share(start: StartEngine) -> None:
     serve(start(store=chunked(2)), LONG)
     other = start(store=chunked(3))
     assert serve(other, LONG).computed_prompt_tokens == len(LONG)
     assert "blocks/failed" not in other.counts
 
 
-def test_what_was_loaded_is_not_looked_at_chunk_by_chunk_for_saves(
+def test_saves_skip_loaded_chunks_without_visiting_each(
     start: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hundreds of chunks of a prompt, and tens of prompts in one step: it is the scheduler's
-    thread."""
+    """A loop over the hundreds of chunks of each prompt would block the scheduler's thread."""
     serve(start(store=chunked(2)), LONG)
     engine, looked_at = start(store=chunked(2)), set[int]()
     run = Grid.run
@@ -151,10 +148,10 @@ def test_what_was_loaded_is_not_looked_at_chunk_by_chunk_for_saves(
 
 
 @pytest.mark.parametrize("chunk_blocks", [1, 2, 4])
-def test_what_was_loaded_in_parts_is_saved_as_a_whole_once_it_is_full(
+def test_partly_loaded_chunk_is_saved_whole_once_full(
     start: StartEngine, tmp_path: Path, chunk_blocks: int
 ) -> None:
-    """The last block was loaded as a prompt's tail, the chunk around it up to there."""
+    """The last block was loaded as a prompt's tail, the chunk's first blocks as a partial chunk."""
     prompt = LONG[: 4 * BLOCK - 1]
     serve(start(store=chunked(chunk_blocks)), prompt, max_tokens=1)
     before = len(objects(tmp_path))
@@ -167,7 +164,9 @@ def test_what_was_loaded_in_parts_is_saved_as_a_whole_once_it_is_full(
 
 
 @pytest.mark.parametrize("index", [0, 1, 2, 3, 4])
-def test_a_lost_chunk_costs_what_follows_it(start: StartEngine, tmp_path: Path, index: int) -> None:
+def test_lost_chunk_and_its_successors_are_recomputed_and_saved(
+    start: StartEngine, tmp_path: Path, index: int
+) -> None:
     engine = start(store=chunked(4))
     lost = lose(engine, tmp_path, index)
     answer = serve(start(store=chunked(4)), LONG)
@@ -176,7 +175,7 @@ def test_a_lost_chunk_costs_what_follows_it(start: StartEngine, tmp_path: Path, 
 
 
 def lose(engine: ToyEngine, folder: Path, index: int) -> set[Path]:
-    """Store LONG chunk by chunk and lose one of the chunks. Returns where it lay."""
+    """Store LONG chunk by chunk, delete the objects of one chunk, and return their paths."""
     lengths = [4 * BLOCK, 8 * BLOCK, 12 * BLOCK, 13 * BLOCK, len(LONG)]
     before: set[Path] = set()
     added: set[Path] = set()
@@ -193,11 +192,11 @@ def lose(engine: ToyEngine, folder: Path, index: int) -> set[Path]:
 
 @loads_may_hang
 @pytest.mark.parametrize("seed", range(8))
-def test_whatever_happens_the_tokens_are_right(
+def test_random_prompts_and_store_damage_give_right_tokens(
     start: StartEngine, tmp_path: Path, seed: int
 ) -> None:
-    """Prompts that share beginnings, engines of all kinds, objects that vanish or break, requests
-    that are announced rightly or falsely."""
+    """Random: shared prefixes, engine options, deleted and damaged objects, and announcements that
+    are true or false."""
     dice = random.Random(seed)
     chunk_blocks = dice.choice([2, 3, 4, 7])
     stem = [dice.randrange(1000) for _ in range(60)]
@@ -231,7 +230,7 @@ def test_whatever_happens_the_tokens_are_right(
 
 
 def answers(engine: ToyEngine, requests: list[Any]) -> list[Answer]:
-    """Serve a few requests after the others."""
+    """Serve four requests together, then the rest."""
     first = engine.run(*requests[:4])
     return first + engine.run(*requests[4:])
 
@@ -256,22 +255,22 @@ def config(chunk_tokens: int | None) -> KVConfig:
     return KVConfig(url="/nowhere", chunk_tokens=chunk_tokens)
 
 
-def test_a_chunk_is_a_whole_number_of_blocks() -> None:
+def test_chunk_tokens_must_be_a_multiple_of_the_block_size() -> None:
     assert config(256).chunk_blocks(16) == 16
     assert config(256).chunk_blocks(128) == 2
     with pytest.raises(ConfigError, match=r"chunk_tokens: 250 tokens .* use 240 or 256"):
         config(250).chunk_blocks(16)
 
 
-def test_where_a_block_is_larger_it_is_the_chunk() -> None:
+def test_block_larger_than_chunk_tokens_is_the_chunk() -> None:
     assert config(64).chunk_blocks(128) == 1
 
 
 @pytest.mark.parametrize(("block_tokens", "blocks"), [(16, 16), (48, 6), (256, 1), (544, 1)])
-def test_left_out_it_fits_any_block(block_tokens: int, blocks: int) -> None:
+def test_default_chunk_tokens_fits_any_block_size(block_tokens: int, blocks: int) -> None:
     assert config(None).chunk_blocks(block_tokens) == blocks
 
 
-def test_an_engine_says_at_start_what_is_wrong(start: StartEngine) -> None:
+def test_engine_start_rejects_bad_chunk_tokens(start: StartEngine) -> None:
     with pytest.raises(ConfigError, match=r"kv_connector_extra_config\.chunk_tokens: 10 tokens"):
         start(store={"chunk_tokens": 10})

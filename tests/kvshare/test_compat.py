@@ -13,7 +13,7 @@ from kvshare.compat import device_copier
 ADDRESSES = (np.array([1, 2]), np.array([3, 4]), np.array([5, 6]))
 
 
-def test_vllm_copies_a_batch_between_host_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_copier_calls_vllms_batched_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """This release has the call, and it takes tensors of addresses and sizes on the host."""
     taken: list[tuple[torch.Tensor, ...]] = []
 
@@ -33,7 +33,7 @@ def test_vllm_copies_a_batch_between_host_and_device(monkeypatch: pytest.MonkeyP
     assert all(each.dtype == torch.int64 for each in taken[0])
 
 
-def test_without_vllms_call_copies_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_copier_falls_back_to_single_cuda_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[tuple[int, ...]] = []
     runtime: Any = ModuleType("cuda.bindings.runtime")
     runtime.cudaMemcpyKind = SimpleNamespace(cudaMemcpyDefault=4)
@@ -58,7 +58,9 @@ def test_without_vllms_call_copies_go_one_by_one(monkeypatch: pytest.MonkeyPatch
     assert copies == [(1, 3, 5), (2, 4, 6)]
 
 
-def test_neither_is_an_answer_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_copier_is_none_without_vllms_call_and_cuda_bindings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delattr(_custom_ops, "swap_blocks_batch")
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     assert device_copier() is None

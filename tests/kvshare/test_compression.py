@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV whose objects are compressed in the store, by whole engines but for the model."""
+"""KV whose objects are compressed in the store, in whole engines with a toy model."""
 
 import sys
 from pathlib import Path
@@ -29,7 +29,7 @@ def on_host(tmp_path: Path, name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_engines_with_the_option_share_with_each_other_alone(
+def test_compressing_engines_share_only_with_each_other(
     start: StartEngine, tmp_path: Path, runner: RunnerName, is_async: bool
 ) -> None:
     how: dict[str, Any] = {"runner": runner, "is_async": is_async}
@@ -40,7 +40,7 @@ def test_engines_with_the_option_share_with_each_other_alone(
         key = str(path.relative_to(tmp_path / "store"))
         sealed = unseal(memoryview(path.read_bytes()), key)
         assert sealed.spec.attributes["packed"] == "zstd"
-    for name in ("a", "b"):  # a host that has it, and one that loads it
+    for name in ("a", "b"):  # "a" has the objects in its host cache, "b" loads them
         again = serve(start(store=on_host(tmp_path, name), **how), PROMPT)
         assert again.computed_prompt_tokens == 1
         assert again.tokens == answer.tokens
@@ -48,17 +48,17 @@ def test_engines_with_the_option_share_with_each_other_alone(
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_prompt_is_handed_over_while_it_is_computed(gated: StartEngine, is_async: bool) -> None:
+def test_compressed_chunks_are_streamed_during_prefill(gated: StartEngine, is_async: bool) -> None:
     p, d = streams.start_p(gated, **ZSTD), streams.start_d(gated, is_async=is_async, **ZSTD)
     streams.hand_over(p, d)
 
 
-def test_it_goes_with_an_integrity_key(start: StartEngine, tmp_path: Path) -> None:
+def test_compression_works_with_an_integrity_key(start: StartEngine, tmp_path: Path) -> None:
     how = {"integrity_key": "8f1c6e0b5a9d47233be1f0a47c5d9286e3b14f7a08c2d6599a61e7f4350bd8c2"}
     serve(start(store={**on_host(tmp_path, "a"), **how}), PROMPT, max_tokens=1)
     again = serve(start(store={**on_host(tmp_path, "b"), **how}), PROMPT, max_tokens=1)
     assert again.computed_prompt_tokens == 1
-    for path in objects(tmp_path):  # somebody without the key
+    for path in objects(tmp_path):  # seal the objects again without the key
         key = str(path.relative_to(tmp_path / "store"))
         forged = bytearray(path.read_bytes())
         sealed = unseal(memoryview(forged), key)
@@ -68,7 +68,7 @@ def test_it_goes_with_an_integrity_key(start: StartEngine, tmp_path: Path) -> No
     assert serve(third, PROMPT, max_tokens=1).computed_prompt_tokens == len(PROMPT)
 
 
-def test_an_engine_without_the_package_does_not_start(
+def test_engine_without_zstandard_does_not_start(
     text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ecshare.plugin.ranks.worker_rank", lambda _: Rank(0, 1))
@@ -78,6 +78,6 @@ def test_an_engine_without_the_package_does_not_start(
         KVShareConnector(config, KVConnectorRole.WORKER, cache_config(8))
 
 
-def test_another_value_is_refused() -> None:
+def test_unknown_compression_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"options\.compression"):
         parse(KVConfig, {"url": "/x", "compression": "gzip"}, "options")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shell: options, roles, and what vLLM is told of it."""
+"""The connector class: options, roles, and what it declares to vLLM."""
 
 import threading
 from dataclasses import replace
@@ -52,7 +52,7 @@ def start_scheduler_half(config: VllmConfig) -> KVShareConnector:
         ({"url": "nosuch://x"}, r"kv_connector_extra_config\.url: "),
     ],
 )
-def test_wrong_options_are_named(
+def test_config_error_names_the_wrong_option(
     text_model: Path, tmp_path: Path, change: dict[str, object], says: str
 ) -> None:
     config = vllm_config(text_model, options(tmp_path, **change))
@@ -60,10 +60,10 @@ def test_wrong_options_are_named(
         start_scheduler_half(config)
 
 
-def test_an_engine_has_one(
+def test_second_connector_below_multi_connector_is_refused(
     text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's MultiConnector would end the engine when a request ends of which both tell."""
+    """MultiConnector stops the engine if two connectors return transfer params for one request."""
     config = vllm_config(text_model, {})
     children = [
         {
@@ -80,30 +80,30 @@ def test_an_engine_has_one(
         kv_connector_extra_config={"connectors": children},
     )
     says = r"kv_connector_extra_config\.connectors: an engine can have one KVShareConnector"
-    running: set[KVShareConnector] = set()  # by which the first one lives until it is shut down
+    running: set[KVShareConnector] = set()  # keeps the first connector alive until it is shut down
     monkeypatch.setattr(connector, "_open_connectors", running)
     with pytest.raises(ConfigError, match=says):
         MultiConnector(config, KVConnectorRole.SCHEDULER, cache_config(8))
     (near,) = running
     near.shutdown()
-    # Two engines, the second of which is made once more.
+    # Two engines in one process are allowed, and so is a second connector of one config.
     own = [vllm_config(text_model, options(tmp_path)) for _ in range(2)]
     for each in [start_scheduler_half(config) for config in (*own, own[1])]:
         each.shutdown()
 
 
-def test_each_process_has_its_half_alone(start: StartEngine) -> None:
+def test_scheduler_process_creates_no_worker_half(start: StartEngine) -> None:
     assert not hasattr(start().connector, "worker")
 
 
-def test_losing_a_save_is_no_failure(start: StartEngine) -> None:
-    """vLLM would hold requests and blocks back for a connector that must deliver."""
+def test_connector_does_not_require_kv_delivery(start: StartEngine) -> None:
+    """vLLM holds requests and blocks back for a connector that requires delivery."""
     engine = start("kv_producer")
     assert not engine.scheduler.requires_kv_delivery
     assert engine.scheduler.recompute_kv_load_failures
 
 
-def test_an_engine_that_cannot_share_runs_on_and_says_why(
+def test_engine_that_cannot_share_serves_and_logs_the_reason(
     text_model: Path, start: StartEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = start(prefix_caching_hash_algo="xxhash")
@@ -113,10 +113,10 @@ def test_an_engine_that_cannot_share_runs_on_and_says_why(
     assert "tokens/queried" not in engine.counts
 
 
-def test_a_worker_that_sees_more_of_the_layers_stops_the_other_half(
+def test_worker_that_refuses_the_layers_stops_the_scheduler_half(
     text_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Layers of several shapes in one group, as with another model that guesses tokens ahead."""
+    """One group has layers of several shapes, as with a draft model. Only the worker sees them."""
     config = vllm_config(text_model, options(tmp_path))
     found = cache_config(8)
     (group,) = found.kv_cache_groups
@@ -138,7 +138,7 @@ def test_a_worker_that_sees_more_of_the_layers_stops_the_other_half(
         each.close()
 
 
-def test_threads_of_a_worker_select_its_device(
+def test_worker_threads_select_the_workers_device(
     text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     selected: list[tuple[str, int]] = []
@@ -154,7 +154,7 @@ def test_threads_of_a_worker_select_its_device(
     assert ("ecshare-io", 1) in selected
 
 
-def test_engines_that_cut_or_keep_kv_otherwise_are_told_how(
+def test_log_names_differing_block_size_and_layer_sets(
     text_model: Path, start: StartEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     serve(start(), PROMPT)
@@ -166,7 +166,7 @@ def test_engines_that_cut_or_keep_kv_otherwise_are_told_how(
     assert "layer_sets: " in caplog.text
 
 
-def test_what_an_engine_leaves_beside_its_chunks_outlives_a_rule_on_age(
+def test_manifest_and_size_mark_are_renewed_before_expiry(
     start: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     renew_often(monkeypatch)
@@ -177,7 +177,7 @@ def test_what_an_engine_leaves_beside_its_chunks_outlives_a_rule_on_age(
     wait_until_there(expired)
 
 
-def test_counts_travel_as_vllms_statistics() -> None:
+def test_counters_aggregate_as_vllm_connector_stats() -> None:
     stats = KVShareConnector.build_kv_connector_stats({"blocks/saved": 2})
     assert isinstance(stats, CounterStats)
     total = stats.aggregate(CounterStats(data={"blocks/saved": 3, "blocks/loaded": 1}))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a store can do to an engine: cost it hits, never a token, a request or the engine."""
+"""Faults of the store cost hits, and never a wrong token, a request or the engine."""
 
 import shutil
 from collections.abc import Callable
@@ -35,7 +35,7 @@ FIRST, MIDDLE, TAIL = 0, 2, NUM_CHUNKS - 1
 
 
 def chunk_path(engine: ToyEngine, folder: Path, index: int) -> Path:
-    """Where chunk number `index` of PROMPT lies in the store."""
+    """Return the file of chunk number `index` of PROMPT in the store."""
     chunk = chunks_for(make_request("x", PROMPT))[index]
     (manifest,) = (folder / "store" / manifests_prefix(Kind.KV)).iterdir()
     return folder / "store" / object_key(Kind.KV, manifest.name, bytes(chunk.key), "t0of1")
@@ -43,7 +43,7 @@ def chunk_path(engine: ToyEngine, folder: Path, index: int) -> Path:
 
 @pytest.fixture
 def warm(start: StartEngine, tmp_path: Path) -> Path:
-    """A store with PROMPT in it, and no host cache that could help out."""
+    """Store PROMPT and remove the host cache; return the folder."""
     serve(start(), PROMPT, max_tokens=1)
     shutil.rmtree(tmp_path / "host")
     assert len(objects(tmp_path)) == NUM_CHUNKS
@@ -55,7 +55,7 @@ def unlink(path: Path) -> None:
 
 
 def swap_in_another_chunk(path: Path) -> None:
-    """A sound object of the right shape, of other tokens."""
+    """Replace it by a valid object of the right shape for other tokens."""
     other = next(one for one in path.parent.parent.rglob("*.t0of1") if one != path)
     replace(path, other.read_bytes())
 
@@ -74,23 +74,27 @@ FAULTS = [unlink, flip_a_payload_bit, truncate, empty, swap_in_another_chunk, pu
 
 @pytest.mark.parametrize("index", [FIRST, MIDDLE, TAIL])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_spoiled_between_look_up_and_load(
+def test_chunk_damaged_between_lookup_and_load_is_recomputed(
     start: StartEngine, warm: Path, fault: Callable[[Path], None], index: int
 ) -> None:
     engine = start()
     engine.before_load = lambda: fault(chunk_path(engine, warm, index))
     answer = serve(engine, PROMPT)
-    assert answer.computed_prompt_tokens == len(PROMPT) - index * BLOCK, "what leads is loaded"
+    assert answer.computed_prompt_tokens == len(PROMPT) - index * BLOCK, (
+        "chunks before it are loaded"
+    )
     assert engine.counts["blocks/failed"] == 1
     assert engine.counts[f"misses/{'missing' if fault is unlink else 'corrupt'}"] == 1
     assert engine.counts.get("tokens/loaded", 0) == index * BLOCK
-    # This host heals: what was computed is found here, whatever still lies in the store.
+    # The recomputed chunk is in this host's cache now, even if the store keeps the damaged one.
     engine.before_load = lambda: None
     assert serve(engine, PROMPT, name="again").computed_prompt_tokens == 1
     assert serve(start(), PROMPT).computed_prompt_tokens == 1
 
 
-def test_of_two_lost_chunks_the_first_one_counts(start: StartEngine, warm: Path) -> None:
+def test_prompt_is_recomputed_from_the_first_of_two_lost_chunks(
+    start: StartEngine, warm: Path
+) -> None:
     engine = start()
 
     def lose_two() -> None:
@@ -105,7 +109,9 @@ def test_of_two_lost_chunks_the_first_one_counts(start: StartEngine, warm: Path)
 
 
 @pytest.mark.parametrize("index", [FIRST, MIDDLE, TAIL])
-def test_lost_before_the_look_up(start: StartEngine, warm: Path, index: int) -> None:
+def test_chunk_lost_before_lookup_is_recomputed_and_saved(
+    start: StartEngine, warm: Path, index: int
+) -> None:
     engine = start()
     chunk_path(engine, warm, index).unlink()
     answer = serve(engine, PROMPT, max_tokens=1)
@@ -124,7 +130,9 @@ def test_lost_before_the_look_up(start: StartEngine, warm: Path, index: int) -> 
 
 
 @pytest.mark.parametrize("operation", ["exists", "get"])
-def test_a_store_that_falls_silent_costs_a_bounded_wait(gated: StartEngine, operation: str) -> None:
+def test_hanging_store_delays_a_request_for_a_bounded_time(
+    gated: StartEngine, operation: str
+) -> None:
     serve(gated(), PROMPT)
     engine = gated("kv_consumer", io_timeout_s=1.0)
     GatedFileSystem.close_gate(operation)
@@ -136,7 +144,9 @@ def test_a_store_that_falls_silent_costs_a_bounded_wait(gated: StartEngine, oper
 
 
 @pytest.mark.parametrize("operation", ["exists", "get", "put"])
-def test_a_store_that_fails(gated: StartEngine, operation: str) -> None:
+def test_failing_store_operation_is_counted_and_request_ends(
+    gated: StartEngine, operation: str
+) -> None:
     serve(gated(), PROMPT)
     engine = gated()
     GatedFileSystem.broken.add(operation)
@@ -148,7 +158,7 @@ def test_a_store_that_fails(gated: StartEngine, operation: str) -> None:
     assert is_at_rest(engine)
 
 
-def test_a_save_that_failed_is_made_up_for(gated: StartEngine) -> None:
+def test_failed_save_is_repeated_by_a_later_request(gated: StartEngine) -> None:
     engine = gated()
     GatedFileSystem.broken.add("put")
     serve(engine, PROMPT[:3], max_tokens=1, name="one")
@@ -158,7 +168,7 @@ def test_a_save_that_failed_is_made_up_for(gated: StartEngine) -> None:
     assert serve(gated(), PROMPT[:3]).computed_prompt_tokens == 1
 
 
-def test_saves_beyond_the_budget_are_dropped_and_made_up_for(gated: StartEngine) -> None:
+def test_saves_beyond_buffer_bytes_are_dropped_and_repeated_later(gated: StartEngine) -> None:
     engine = gated(buffer_bytes=1)
     GatedFileSystem.close_gate("put")
     engine.add(make_request("one", PROMPT, 1))
@@ -174,7 +184,7 @@ def test_saves_beyond_the_budget_are_dropped_and_made_up_for(gated: StartEngine)
 # --- aborts ---
 
 
-def test_abort_while_looking_up(gated: StartEngine) -> None:
+def test_abort_during_lookup_leaves_nothing(gated: StartEngine) -> None:
     engine = gated()
     GatedFileSystem.close_gate("exists")
     engine.add(make_request("r", PROMPT))
@@ -186,8 +196,10 @@ def test_abort_while_looking_up(gated: StartEngine) -> None:
 
 
 @pytest.mark.parametrize("loses", [False, True])
-def test_abort_while_loading(gated: StartEngine, loses: bool) -> None:
-    """vLLM has the blocks back before the store has answered; what then comes is not written."""
+def test_abort_during_load_frees_blocks_and_discards_late_data(
+    gated: StartEngine, loses: bool
+) -> None:
+    """vLLM gets the blocks back before the store responds; late data is not written to them."""
     serve(gated(), PROMPT)
     engine = gated("kv_consumer")
     pool = engine.scheduler.kv_cache_manager.block_pool
@@ -205,7 +217,7 @@ def test_abort_while_loading(gated: StartEngine, loses: bool) -> None:
     assert is_at_rest(engine)
 
 
-def test_abort_while_saving(gated: StartEngine) -> None:
+def test_abort_during_save_still_stores_the_prompt(gated: StartEngine) -> None:
     engine = gated()
     GatedFileSystem.close_gate("put")
     engine.add(make_request("r", PROMPT, 50))
@@ -217,7 +229,7 @@ def test_abort_while_saving(gated: StartEngine) -> None:
     assert serve(gated(), PROMPT).computed_prompt_tokens == 1
 
 
-def test_two_requests_wait_for_one_load_and_one_is_aborted(gated: StartEngine) -> None:
+def test_aborting_one_of_two_requests_keeps_their_shared_load(gated: StartEngine) -> None:
     serve(gated(), PROMPT)
     engine = gated("kv_consumer")
     pool = engine.scheduler.kv_cache_manager.block_pool
@@ -237,14 +249,14 @@ def test_two_requests_wait_for_one_load_and_one_is_aborted(gated: StartEngine) -
 
 
 class OfUnknownShape(ToyModel):
-    """Hands over other tensors than those it works on, which nobody knows the layout of."""
+    """Registers tensors of an unsupported shape instead of its real caches."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.kv_caches = {name: torch.zeros(3, 3, 3) for name in self.kv_caches}
 
 
-def test_a_worker_that_refuses_its_cache_silences_the_engine(
+def test_engine_shares_nothing_if_its_worker_refuses_the_cache(
     start: StartEngine, tmp_path: Path
 ) -> None:
     engine = start(model=OfUnknownShape)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prompt that is whole in this host's memory is found when vLLM first asks."""
+"""A prompt whose chunks are all in host memory is found in vLLM's first call of the hook."""
 
 import tempfile
 from collections.abc import Iterator
@@ -22,13 +22,13 @@ PROMPT = list(range(5 * BLOCK + 2))
 
 @pytest.fixture
 def place() -> Iterator[dict[str, Any]]:
-    """Options that put the host cache into memory."""
+    """Return options that place the host cache in /dev/shm."""
     with tempfile.TemporaryDirectory(dir=SHM, prefix="kvshare-test-") as folder:
         yield {"host_cache_dir": f"{folder}/host"}
 
 
-def first_ask(engine: ToyEngine, request: Request) -> int | None:
-    """What the scheduler half says when vLLM first asks."""
+def first_call(engine: ToyEngine, request: Request) -> int | None:
+    """Return the scheduler half's answer to vLLM's first call for `request`."""
     return engine.connector.scheduler.num_loadable_tokens(request, 0)
 
 
@@ -39,7 +39,7 @@ def entries(place: dict[str, Any]) -> list[Path]:
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("in_memory", [True, False])
-def test_what_this_host_has_is_loaded_a_step_sooner(
+def test_prompt_in_host_memory_starts_loading_in_the_first_step(
     start: StartEngine,
     place: dict[str, Any],
     runner: RunnerName,
@@ -53,7 +53,7 @@ def test_what_this_host_has_is_loaded_a_step_sooner(
     engine.add(request)
     engine.step()
     is_loading = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-    assert is_loading is in_memory, "else the I/O thread is asked first"
+    assert is_loading is in_memory, "else a lookup on the I/O thread comes first"
     engine.run_out()
     answer = engine.answers["r"]
     assert answer.tokens == expected_answer(PROMPT, 3)
@@ -63,7 +63,7 @@ def test_what_this_host_has_is_loaded_a_step_sooner(
 
 @pytest.mark.parametrize("chunk_blocks", [1, 2, 4])
 @pytest.mark.parametrize("num_tokens", range(1, 5 * BLOCK + 3))
-def test_it_is_what_a_look_up_finds(
+def test_first_call_finds_the_whole_prompt_from_any_block(
     start: StartEngine, place: dict[str, Any], chunk_blocks: int, num_tokens: int
 ) -> None:
     prompt, options = PROMPT[:num_tokens], place | {"chunk_tokens": chunk_blocks * BLOCK}
@@ -75,19 +75,21 @@ def test_it_is_what_a_look_up_finds(
         assert at_once == num_tokens - 1 - start_tokens
 
 
-def test_what_is_not_whole_is_looked_up(start: StartEngine, place: dict[str, Any]) -> None:
+def test_incomplete_host_hit_goes_through_a_lookup(
+    start: StartEngine, place: dict[str, Any]
+) -> None:
     engine = start(store=place)
     serve(engine, PROMPT, 1, "first")
     longer = [*PROMPT[: 5 * BLOCK], *range(500, 520)]
-    assert first_ask(engine, make_request("longer", longer)) is None
+    assert first_call(engine, make_request("longer", longer)) is None
     entries(place)[0].unlink()
-    assert first_ask(engine, make_request("torn", PROMPT)) is None
-    assert serve(start(store=place), PROMPT).computed_prompt_tokens == 1, "the store has it still"
+    assert first_call(engine, make_request("torn", PROMPT)) is None
+    assert serve(start(store=place), PROMPT).computed_prompt_tokens == 1, "the store still has it"
 
 
 @pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names that the host cache is asked for."""
+def probed_keys(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Record the keys that the host cache is asked for."""
     names: list[str] = []
     has = HostCache.has
 
@@ -99,37 +101,41 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_a_step_takes_a_limited_number_of_looks(
-    start: StartEngine, place: dict[str, Any], looks: list[str]
+def test_host_cache_checks_per_step_are_bounded(
+    start: StartEngine, place: dict[str, Any], probed_keys: list[str]
 ) -> None:
     engine = start(store=place)
     serve(engine, PROMPT, 1, "first")
-    looks.clear()
+    probed_keys.clear()
     requests = [make_request(f"r{number}", PROMPT) for number in range(NAMES_A_STEP)]
-    found = [first_ask(engine, request) for request in requests]
+    found = [first_call(engine, request) for request in requests]
     assert found[0] == len(PROMPT) - 1
     assert found[-1] is None
-    assert len(looks) <= NAMES_A_STEP
+    assert len(probed_keys) <= NAMES_A_STEP
     engine.connector.scheduler.orders(SchedulerOutput.make_empty())
-    assert first_ask(engine, make_request("later", PROMPT)) == len(PROMPT) - 1
+    assert first_call(engine, make_request("later", PROMPT)) == len(PROMPT) - 1
 
 
-def test_of_a_long_prompt_some_chunks_are_asked_for(
-    start: StartEngine, place: dict[str, Any], looks: list[str]
+def test_first_call_samples_the_chunks_of_a_long_prompt(
+    start: StartEngine, place: dict[str, Any], probed_keys: list[str]
 ) -> None:
     engine = start(store=place, num_blocks=128)
     prompt = list(range(100 * BLOCK + 1))
     serve(engine, prompt, 1, "first")
-    looks.clear()
-    assert first_ask(engine, make_request("again", prompt)) == len(prompt) - 1
-    assert len(looks) == 1 + 16
+    probed_keys.clear()
+    assert first_call(engine, make_request("again", prompt)) == len(prompt) - 1
+    assert len(probed_keys) == 1 + 16
 
 
 @pytest.mark.parametrize(("num_chunks", "num_looks"), [(128, 1), (129, 0)])
-def test_of_a_new_prompt_one_chunk_is_asked_for_and_none_if_it_is_too_long_for_a_hook(
-    start: StartEngine, place: dict[str, Any], looks: list[str], num_chunks: int, num_looks: int
+def test_first_lookup_probes_one_chunk(
+    start: StartEngine,
+    place: dict[str, Any],
+    probed_keys: list[str],
+    num_chunks: int,
+    num_looks: int,
 ) -> None:
     engine = start(store=place)
     prompt = list(range(num_chunks * BLOCK))
-    assert first_ask(engine, make_request("new", prompt)) is None
-    assert len(looks) == num_looks
+    assert first_call(engine, make_request("new", prompt)) is None
+    assert len(probed_keys) == num_looks

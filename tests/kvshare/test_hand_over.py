@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole engines but for the model, over one store: the tokens are always right."""
+"""Whole engines with a toy model over one store: the tokens are always right."""
 
 from pathlib import Path
 
@@ -26,14 +26,14 @@ def test_the_second_engine_computes_one_token(
     assert "blocks/failed" not in second.counts
 
 
-def test_a_prefix_is_shared_up_to_where_prompts_part(start: StartEngine) -> None:
+def test_prompts_share_full_blocks_of_their_common_prefix(start: StartEngine) -> None:
     serve(start(), LONG)
     other = [*LONG[: 3 * BLOCK + 2], 7, 8, 9]
     answer = serve(start(), other)
     assert answer.computed_prompt_tokens == len(other) - 3 * BLOCK
 
 
-def test_another_engines_answer_is_part_of_the_next_prompt(start: StartEngine) -> None:
+def test_next_prompt_loads_the_answer_of_another_engine(start: StartEngine) -> None:
     answer = serve(start(), LONG, max_tokens=10)
     conversation = [*LONG, *answer.tokens, 1, 2]
     second = serve(start(), conversation)
@@ -42,7 +42,7 @@ def test_another_engines_answer_is_part_of_the_next_prompt(start: StartEngine) -
     assert second.computed_prompt_tokens == len(conversation) - stored
 
 
-def test_what_the_engine_has_itself_is_not_loaded(start: StartEngine) -> None:
+def test_blocks_in_the_local_prefix_cache_are_not_loaded(start: StartEngine) -> None:
     engine = start()
     serve(engine, LONG, name="one")
     engine.counts.clear()
@@ -51,7 +51,7 @@ def test_what_the_engine_has_itself_is_not_loaded(start: StartEngine) -> None:
     assert "blocks/saved" not in engine.counts
 
 
-def test_without_a_local_prefix_cache(start: StartEngine) -> None:
+def test_engine_without_local_prefix_cache_loads_its_own_saves(start: StartEngine) -> None:
     engine = start(enable_prefix_caching=False)
     serve(engine, LONG, name="one")
     assert serve(engine, LONG, name="two").computed_prompt_tokens == 1
@@ -64,7 +64,9 @@ def test_chunked_prefill_saves_every_block(start: StartEngine) -> None:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_many_requests_with_shared_prefixes(start: StartEngine, is_async: bool) -> None:
+def test_many_requests_with_shared_prefixes_get_right_tokens(
+    start: StartEngine, is_async: bool
+) -> None:
     prompts = [[*LONG[: number % 20 + 1], *range(number)] for number in range(1, 25)]
     for engine in [start(is_async=is_async, num_blocks=256) for _ in range(2)]:
         requests = [make_request(f"r{i}", prompt, 6) for i, prompt in enumerate(prompts)]
@@ -74,7 +76,7 @@ def test_many_requests_with_shared_prefixes(start: StartEngine, is_async: bool) 
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_preemption(start: StartEngine, is_async: bool) -> None:
+def test_preempted_requests_resume_from_the_store(start: StartEngine, is_async: bool) -> None:
     """Too few blocks for all: requests are preempted, and resume from the store."""
     prompts = [[number, *LONG[:9]] for number in range(6)]
     engine = start(num_blocks=20, is_async=is_async)
@@ -88,7 +90,9 @@ def test_preemption(start: StartEngine, is_async: bool) -> None:
 # --- roles ---
 
 
-def test_roles(start: StartEngine, tmp_path: Path) -> None:
+def test_consumer_saves_nothing_and_producer_loads_nothing(
+    start: StartEngine, tmp_path: Path
+) -> None:
     assert serve(start("kv_consumer"), LONG).computed_prompt_tokens == len(LONG)
     assert objects(tmp_path) == [], "a consumer saves nothing"
     serve(start("kv_producer"), LONG)
@@ -99,7 +103,7 @@ def test_roles(start: StartEngine, tmp_path: Path) -> None:
     assert serve(start("kv_consumer"), LONG).computed_prompt_tokens == 1
 
 
-def test_a_producer_announces_what_it_stores(start: StartEngine) -> None:
+def test_producer_announces_the_number_of_stored_tokens(start: StartEngine) -> None:
     announced = {"kvshare": {"num_tokens": len(LONG) - 1, "size": 1}}
     assert serve(start("kv_producer"), LONG, max_tokens=1).kv_transfer_params == announced
     assert serve(start("kv_both"), LONG, max_tokens=1).kv_transfer_params == announced

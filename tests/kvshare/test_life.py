@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM does to requests while they run: no store may hold what was never true."""
+"""vLLM preempts, resets, speculates and sleeps: no wrong KV may reach the store."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,7 +40,7 @@ def chunked(blocks: int) -> dict[str, Any]:
 
 
 class GuessingModel(ToyModel):
-    """Guesses tokens ahead: some right ones, then a wrong one, and the KV of all of them."""
+    """Drafts tokens, some right and then wrong ones, and writes the KV of all of them."""
 
     num_rejected = 0
     num_accepted = 0
@@ -87,7 +87,7 @@ SPECULATING = {
 
 
 @pytest.mark.parametrize("chunk_blocks", [1, 3])
-def test_what_was_guessed_wrong_is_never_stored(start: StartEngine, chunk_blocks: int) -> None:
+def test_kv_of_rejected_draft_tokens_is_never_stored(start: StartEngine, chunk_blocks: int) -> None:
     store = chunked(chunk_blocks)
     talk = LONG[: 5 * BLOCK]
     for turn in range(4):
@@ -104,7 +104,7 @@ def test_what_was_guessed_wrong_is_never_stored(start: StartEngine, chunk_blocks
         assert "blocks/failed" not in reader.counts
 
 
-def test_guessing_engines_preempt_and_load_too(start: StartEngine) -> None:
+def test_speculating_engines_preempt_and_load(start: StartEngine) -> None:
     prompts = [[number, *LONG[:9]] for number in range(6)]
     for _ in range(2):
         engine = start(model=GuessingModel, num_blocks=24, store=chunked(2), **SPECULATING)
@@ -112,7 +112,7 @@ def test_guessing_engines_preempt_and_load_too(start: StartEngine) -> None:
         for prompt, answer in zip(prompts, engine.run(*requests), strict=True):
             assert answer.tokens == expected_answer(prompt, 20)
         assert any(request.num_preemptions for request in requests)
-    assert engine.counts["tokens/loaded"] > 0, "what the first engine has stored"
+    assert engine.counts["tokens/loaded"] > 0, "blocks that the first engine stored"
 
 
 # --- resets and blocks that change hands ---
@@ -121,7 +121,7 @@ def test_guessing_engines_preempt_and_load_too(start: StartEngine) -> None:
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("resets_connector", [False, True])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_reset_while_requests_run(
+def test_prefix_cache_reset_during_requests_keeps_tokens_right(
     start: StartEngine, is_async: bool, resets_connector: bool, runner: RunnerName
 ) -> None:
     engine = start(runner=runner, is_async=is_async, store=chunked(3), num_blocks=128)
@@ -146,7 +146,7 @@ def has_said(engine: ToyEngine, name: str, num_tokens: int) -> bool:
 
 
 def is_loading(requests: list[Request]) -> bool:
-    """vLLM cannot reset its cache meanwhile."""
+    """Return whether a request loads; vLLM cannot reset its cache meanwhile."""
     return any(request.status is RequestStatus.WAITING_FOR_REMOTE_KVS for request in requests)
 
 
@@ -156,10 +156,10 @@ def check_all(engine: ToyEngine, prompts: list[list[int]], num_tokens: int) -> N
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_who_is_aborted_after_a_reset_leaves_nothing_of_others(
+def test_request_aborted_after_a_reset_saves_no_foreign_blocks(
     start: StartEngine, tmp_path: Path, is_async: bool
 ) -> None:
-    """Its blocks went to others long before it ended."""
+    """Other requests got its blocks long before it ended."""
     engine = start(is_async=is_async, store=chunked(8), num_blocks=10, max_num_seqs=1)
     victim = make_request("victim", LONG[:7], 20)
     engine.add(victim)
@@ -178,10 +178,10 @@ def test_who_is_aborted_after_a_reset_leaves_nothing_of_others(
     assert serve(start(store=chunked(8)), said).computed_prompt_tokens <= len(said)
 
 
-def test_an_object_holds_what_its_blocks_held_when_it_was_saved(
+def test_slow_save_stores_the_blocks_as_they_were_when_ordered(
     start: StartEngine, tmp_path: Path
 ) -> None:
-    """The store takes its time; the blocks have been filled anew, again and again, by then."""
+    """Blocks are refilled many times before the slow store has taken the saves."""
     with slow_store(tmp_path) as store:
         engine = start(num_blocks=12, store=store | chunked(2), max_num_seqs=1)
         prompts = [[number, *LONG[: 21 + number]] for number in range(8)]
@@ -208,10 +208,12 @@ def slow_store(tmp_path: Path) -> Iterator[dict[str, Any]]:
         GatedFileSystem.reset()
 
 
-# --- who may share with whom ---
+# --- sharing between requests ---
 
 
-def test_a_salt_keeps_prompts_apart(start: StartEngine, tmp_path: Path) -> None:
+def test_prompts_with_different_cache_salts_do_not_share(
+    start: StartEngine, tmp_path: Path
+) -> None:
     def ask(salt: str | None) -> Answer:
         (answer,) = start(store=chunked(3)).run(make_request("r", LONG, 3, cache_salt=salt))
         assert answer.tokens == expected_answer(LONG, 3)
@@ -225,7 +227,7 @@ def test_a_salt_keeps_prompts_apart(start: StartEngine, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_local", [0, 2, 9])
 @pytest.mark.parametrize("num_stored", [6, 13])
-def test_a_local_hit_of_any_length_meets_a_stored_one_of_any(
+def test_longer_of_local_and_stored_hit_is_used(
     start: StartEngine, num_local: int, num_stored: int
 ) -> None:
     store = chunked(4)
@@ -238,7 +240,7 @@ def test_a_local_hit_of_any_length_meets_a_stored_one_of_any(
     assert answer.computed_prompt_tokens == len(LONG) - max(num_local, num_stored) * BLOCK
 
 
-def test_requests_that_share_blocks_come_and_go_as_they_like(start: StartEngine) -> None:
+def test_abort_and_reset_leave_blocks_shared_with_others_intact(start: StartEngine) -> None:
     """One is aborted, one preempted by a reset, while others read the same blocks."""
     serve(start(store=chunked(2)), LONG)
     engine = start(store=chunked(2), num_blocks=128)
@@ -258,10 +260,10 @@ def test_requests_that_share_blocks_come_and_go_as_they_like(start: StartEngine)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_what_was_zeroed_before_it_could_be_saved_is_not_stored(
+def test_blocks_zeroed_before_their_save_are_not_stored(
     start: StartEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runner: RunnerName
 ) -> None:
-    """Caches of mixed precision are; V2 runners do so before they let a connector copy blocks."""
+    """vLLM zeroes caches of mixed precision; V2 runners do so before a connector copies blocks."""
     monkeypatch.setattr(KVCacheConfig, "needs_kv_cache_zeroing", True)
     engine = start(num_blocks=12, store=chunked(2), max_num_seqs=1, runner=runner)
     prompts = [[number, *LONG[: 21 + number]] for number in range(8)]
@@ -277,7 +279,7 @@ def test_what_was_zeroed_before_it_could_be_saved_is_not_stored(
 # --- sleep ---
 
 
-def test_an_engine_that_has_slept_finds_in_the_store_what_it_had(start: StartEngine) -> None:
+def test_engine_finds_its_prompts_in_the_store_after_sleep(start: StartEngine) -> None:
     engine = start()
     transfer = engine.config.kv_transfer_config
     assert KVShareConnector.supports_sleep_mode(transfer), "vLLM would not start with sleep mode"
@@ -287,7 +289,7 @@ def test_an_engine_that_has_slept_finds_in_the_store_what_it_had(start: StartEng
     assert serve(engine, LONG, name="again").computed_prompt_tokens == 1
 
 
-def test_who_waited_for_the_store_while_the_engine_slept_is_computed(gated: StartEngine) -> None:
+def test_request_loading_during_sleep_is_computed(gated: StartEngine) -> None:
     serve(gated(), LONG)
     engine = gated()
     GatedFileSystem.close_gate("get")

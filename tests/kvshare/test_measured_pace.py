@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast an engine believes it computes, whose device works while the host goes on."""
+"""The measured compute speed of an engine whose device runs asynchronously to the host."""
 
 import shutil
 from collections import deque
@@ -12,7 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from kvshare.scheduler.load_or_compute import LoadOrCompute, Pace
 from tests.kvshare.toy import ToyEngine, expected_answer, make_request, options, vllm_config
 
-# A thousand times what a load takes here, so that what is stored is worth loading.
+# A thousand times as long as a load takes, so that loading always pays.
 TOKEN_S = 1.0
 LAUNCH_S = 0.002
 PROMPT = 100
@@ -20,13 +20,13 @@ EACH_ENGINE = [("v1", False), ("v1", True), ("v2", False), ("v2", True)]
 
 
 class OnDevice(ToyEngine):
-    """A launch takes LAUNCH_S of the host's time, and each token TOKEN_S of the device's."""
+    """Simulates a device: a launch takes LAUNCH_S of host time, a token TOKEN_S of device time."""
 
     now_s = 0.0
     _free_s = 0.0
 
     def watch(self) -> None:
-        """Have the half in the scheduler's process measure by the clock of this engine."""
+        """Have the scheduler half measure with this engine's simulated clock."""
         self._ends_s = deque[float]()
         self.connector.scheduler._choice = LoadOrCompute(lambda: self.now_s)
 
@@ -46,7 +46,7 @@ class OnDevice(ToyEngine):
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float]]:
-    """The tokens and the seconds of each step that was measured."""
+    """Record the tokens and seconds of each measured step."""
     seen: list[tuple[int, float]] = []
     add = Pace.add
 
@@ -65,7 +65,7 @@ StartOnDevice = Callable[[], OnDevice]
 def on_device(
     request: pytest.FixtureRequest, text_model: Path, tmp_path: Path
 ) -> Iterator[StartOnDevice]:
-    """Start such an engine on the store of this test, each on a host of its own."""
+    """Start engines with a simulated device on this test's store, each on its own host."""
     runner, is_async = request.param
     started: list[OnDevice] = []
 
@@ -97,10 +97,10 @@ def are_right(measured: list[tuple[int, float]]) -> bool:
     return all(s == pytest.approx(n * TOKEN_S, rel=0.001) for n, s in measured)
 
 
-def test_each_step_is_measured_as_long_as_it_took(
+def test_measured_seconds_equal_the_device_time_of_each_step(
     on_device: StartOnDevice, measured: list[tuple[int, float]]
 ) -> None:
-    """Whatever the workers report in the empty steps beside it: here, the ends of saves."""
+    """Empty steps in between, in which workers report finished saves, do not distort it."""
     engine = on_device()
     for number in range(8):
         assert serve(engine, f"{number}", number) == PROMPT
@@ -108,10 +108,10 @@ def test_each_step_is_measured_as_long_as_it_took(
     assert are_right(measured)
 
 
-def test_each_step_is_measured_as_long_as_it_took_while_the_store_fails(
+def test_step_times_are_right_while_the_store_fails(
     on_device: StartOnDevice, measured: list[tuple[int, float]], tmp_path: Path
 ) -> None:
-    """The workers then report in every step."""
+    """Workers then report in every step."""
     engine = on_device()
     shutil.rmtree(tmp_path / "store")
     (tmp_path / "store").write_text("no folder")
@@ -122,7 +122,7 @@ def test_each_step_is_measured_as_long_as_it_took_while_the_store_fails(
     assert are_right(measured)
 
 
-def test_stored_prompts_are_loaded_by_default_between_new_ones(
+def test_stored_prompts_are_loaded_between_new_ones(
     on_device: StartOnDevice, measured: list[tuple[int, float]]
 ) -> None:
     writer, reader = on_device(), on_device()

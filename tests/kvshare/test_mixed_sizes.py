@@ -31,7 +31,7 @@ Pick = Callable[[int], bool]
 
 
 def in_two(path: Path, root: Path) -> None:
-    """Replace an object by what two ranks would have stored."""
+    """Replace an object by the two shards that two ranks would have stored."""
     key = str(path.relative_to(root / "store"))
     whole = unseal(memoryview(path.read_bytes()), key)
     spec = whole.spec
@@ -46,13 +46,13 @@ def in_two(path: Path, root: Path) -> None:
 
 
 def mark(root: Path, size: int) -> None:
-    """Have it known that engines of `size` store here."""
+    """Write the mark that engines of tensor-parallel size `size` store here."""
     (own,) = (root / "store" / "kv" / str(FORMAT_VERSION) / "sizes").glob("*/1")
     own.with_name(str(size)).write_bytes(b"ecshare")
 
 
 def write(start: StartEngine, root: Path, prompt: list[int], is_split: Pick) -> None:
-    """Store `prompt`, its n-th chunk in two shares if `is_split`."""
+    """Store `prompt`, and its n-th chunk as two shards if `is_split(n)`."""
     serve(start(num_blocks=NUM_BLOCKS), prompt, max_tokens=1)
     for number, chunk in enumerate(chunks_for(make_request("w", prompt))):
         if is_split(number):
@@ -60,14 +60,14 @@ def write(start: StartEngine, root: Path, prompt: list[int], is_split: Pick) -> 
 
 
 def stored(root: Path, chunk: Chunk, part: str = "t0of1") -> Path:
-    """The file of a chunk."""
+    """Return the file of a chunk."""
     name = object_key(Kind.KV, "0" * 32, bytes(chunk.key), part).rpartition("/")[2]
     (path,) = (root / "store").rglob(name)
     return path
 
 
 def reader(start: StartEngine, root: Path, **more: Any) -> ToyEngine:
-    """An engine on another host."""
+    """Start an engine on another host."""
     return start(num_blocks=NUM_BLOCKS, store={"host_cache_dir": f"{root}/reader"}, **more)
 
 
@@ -81,7 +81,7 @@ def reader(start: StartEngine, root: Path, **more: Any) -> ToyEngine:
         lambda number: number % 3 == 0,
     ],
 )
-def test_every_chunk_is_read_in_the_size_it_is_stored_in(
+def test_chunks_stored_by_different_tp_sizes_are_all_loaded(
     start: StartEngine, tmp_path: Path, is_split: Pick
 ) -> None:
     write(start, tmp_path, LONG, is_split)
@@ -89,18 +89,20 @@ def test_every_chunk_is_read_in_the_size_it_is_stored_in(
     assert serve(reader(start, tmp_path), LONG).computed_prompt_tokens == 1
 
 
-def test_a_chunk_that_lacks_a_share_is_not_there(start: StartEngine, tmp_path: Path) -> None:
+def test_chunk_with_a_missing_shard_is_a_miss_and_saved_again(
+    start: StartEngine, tmp_path: Path
+) -> None:
     prompt = LONG[: 5 * BLOCK]
     write(start, tmp_path, prompt, lambda _: True)
     mark(tmp_path, 2)
     chunks = chunks_for(make_request("w", prompt))
     stored(tmp_path, chunks[2], "t1of2").unlink()
     assert serve(reader(start, tmp_path), prompt).computed_prompt_tokens == 3 * BLOCK
-    assert stored(tmp_path, chunks[2]), "and saved by who computes it"
+    assert stored(tmp_path, chunks[2]), "the reader computes and saves it"
 
 
 @pytest.mark.parametrize("share", ["t0of2", "t1of2"])
-def test_a_damaged_share_costs_its_chunk_and_what_follows(
+def test_damaged_shard_costs_its_chunk_and_later_ones(
     start: StartEngine, tmp_path: Path, share: str
 ) -> None:
     prompt = LONG[: 5 * BLOCK]
@@ -113,8 +115,10 @@ def test_a_damaged_share_costs_its_chunk_and_what_follows(
     assert not path.exists()
 
 
-def test_a_size_that_nobody_knows_is_not_asked_for(start: StartEngine, tmp_path: Path) -> None:
-    """Unless it was announced."""
+def test_only_marked_or_announced_tp_sizes_are_looked_up(
+    start: StartEngine, tmp_path: Path
+) -> None:
+    """The size is not marked in the store: only an announcement makes the engine look for it."""
     prompt = LONG[: 5 * BLOCK + 2]
     write(start, tmp_path, prompt, lambda _: True)
     engine = reader(start, tmp_path, kv_role="kv_consumer")
@@ -128,7 +132,7 @@ def test_a_size_that_nobody_knows_is_not_asked_for(start: StartEngine, tmp_path:
     assert answer.tokens == expected_answer(prompt, 1)
 
 
-def test_what_is_announced_in_another_size_is_waited_for(
+def test_request_waits_for_chunks_announced_in_another_tp_size(
     start: StartEngine, tmp_path: Path
 ) -> None:
     prompt, p = LONG[: 5 * BLOCK + 2], tmp_path / "p"
@@ -152,11 +156,11 @@ def announced(name: str, prompt: list[int], size: int) -> Request:
 
 
 def reset(engine: ToyEngine) -> None:
-    """Have it forget what it has computed itself."""
+    """Empty the engine's local prefix cache."""
     assert engine.scheduler.reset_prefix_cache()
 
 
-def test_who_loads_another_size_saves_what_it_computes_in_its_own(
+def test_reader_of_another_tp_size_saves_only_computed_chunks(
     start: StartEngine, tmp_path: Path
 ) -> None:
     prompt = LONG[: 5 * BLOCK]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefill engine of 8B class whose store takes what it computes, or less. Time is simulated."""
+"""A prefill engine of an 8B model, and a store that keeps up or does not. Time is simulated."""
 
 import random
 from dataclasses import replace
@@ -17,7 +17,7 @@ TWO_STEPS = 5 << 29  # of 8,192 tokens
 
 
 @pytest.mark.parametrize("prompt_tokens", [1000, 4096, 8192])
-def test_a_store_that_is_fast_enough_gets_every_prompt(tmp_path: Path, prompt_tokens: int) -> None:
+def test_fast_store_receives_every_prompt(tmp_path: Path, prompt_tokens: int) -> None:
     load = Load(10_000, [prompt_tokens], 20.0, buffer_bytes=TWO_STEPS)
     assert load.tokens_per_s * TOKEN_BYTES < S3.total
     result = prefill(load, S3, tmp_path)
@@ -26,7 +26,9 @@ def test_a_store_that_is_fast_enough_gets_every_prompt(tmp_path: Path, prompt_to
 
 
 @pytest.mark.parametrize("prompt_tokens", [1000, 4096])
-def test_a_slow_store_gets_some_prompts_as_a_whole(tmp_path: Path, prompt_tokens: int) -> None:
+def test_slow_store_receives_some_prompts_whole_and_others_not(
+    tmp_path: Path, prompt_tokens: int
+) -> None:
     load = Load(20_000, [prompt_tokens], 20.0)
     result = prefill(load, SLOW, tmp_path)
     num_none = result.announced.count(0)
@@ -36,8 +38,8 @@ def test_a_slow_store_gets_some_prompts_as_a_whole(tmp_path: Path, prompt_tokens
 
 
 @pytest.mark.parametrize("tokens_per_s", [12_000, 13_000])
-def test_a_worker_has_memory_for_all_that_is_ordered(tmp_path: Path, tokens_per_s: int) -> None:
-    """In one piece, though saves of all sizes come and go."""
+def test_worker_has_memory_for_every_ordered_save(tmp_path: Path, tokens_per_s: int) -> None:
+    """The memory must be contiguous although saves of all sizes use it."""
     chance = random.Random(1)
     lengths = [chance.randint(500, 9000) for _ in range(1000)]
     load = Load(tokens_per_s, lengths, 60.0, buffer_bytes=4 << 30)

@@ -67,7 +67,7 @@ PROMPT = list(range(100, 100 + 9 * BLOCK + 3))
 
 
 def changed(numbers: Tensor) -> Tensor:
-    """What comes back of them."""
+    """Encode `numbers` as fp8, decode them, and return the result."""
     packed = torch.empty(*numbers.shape[:-1], numbers.shape[-1] + 1, dtype=torch.uint8)
     float8.encode(numbers.contiguous(), packed)
     back = torch.empty(numbers.shape, dtype=numbers.dtype)
@@ -85,7 +85,7 @@ def in_8_bits(caches: Sequence[Tensor], heads: int = layouts.HEADS) -> BlockCach
 
 
 def stored(blocks: BlockCaches, piece: Piece) -> tuple[TensorSpec, Tensor]:
-    """What is stored of `piece`."""
+    """Return the spec and the payload that are stored for `piece`."""
     staging = Staging(torch.device("cpu"), 1 << 20)
     slab = staging.reserve(blocks.spec(piece))
     assert slab is not None
@@ -105,14 +105,14 @@ def stored(blocks: BlockCaches, piece: Piece) -> tuple[TensorSpec, Tensor]:
     "reader", [layouts.head_major, layouts.token_major, layouts.kernel_blocks, layouts.axes_moved]
 )
 @pytest.mark.parametrize("num_buffered", [1, 50])
-def test_engines_of_other_layouts_and_sizes_read_each_other(
+def test_fp8_blocks_are_read_by_other_layouts_and_head_counts(
     device: str,
     writer: Callable[[], list[Tensor]],
     reader: Callable[[], list[Tensor]],
     dtype: torch.dtype,
     num_buffered: int,
 ) -> None:
-    """All heads, and one of them. On a GPU, a block or more at a time."""
+    """Read all heads, and one of them. A GPU decodes `num_buffered` blocks at a time."""
     theirs = [cache.to(dtype) for cache in writer()]
     spec, payload = stored(in_8_bits(theirs), layouts.piece_of([4, 0, 1]))
     for heads in (1, layouts.HEADS):
@@ -138,7 +138,7 @@ def test_engines_of_other_layouts_and_sizes_read_each_other(
                 assert torch.equal(found, expected)
 
 
-def test_what_is_stored_in_another_way_is_not_used() -> None:
+def test_fp8_and_plain_chunks_are_not_mixed_up() -> None:
     piece = layouts.piece_of([1])
     caches = layouts.head_major()
     as_it_is, in_8 = layouts.blocks_of(layouts.named(caches)), in_8_bits(caches)
@@ -158,21 +158,21 @@ def random_cache() -> Tensor:
 
 
 def in_store(chunk: ChunkKey) -> tuple[str, bytes]:
-    """Where the object of `chunk` lies in memory, and what it contains."""
+    """Return the path and the bytes of the object of `chunk`."""
     (path,) = (path for path in GatedFileSystem.store if path.endswith(name_of(chunk)))
     return path, GatedFileSystem.store[path].getvalue()
 
 
 def put(chunk: ChunkKey, spec: TensorSpec, payload: bytes | bytearray) -> None:
-    """Replace an object by another sound one."""
+    """Replace an object by another valid one."""
     slab = bytearray(PROLOGUE_BYTES) + payload
     seal(memoryview(slab), spec, object_key(Kind.KV, NAMESPACE, bytes(chunk), "t0of1"))
     path, _ = in_store(chunk)
     GatedFileSystem().pipe_file(path, bytes(slab))
 
 
-def test_blocks_travel_in_a_quarter_of_their_bytes(host: Callable[..., Host]) -> None:
-    """The cache has 32 bits here. The host's cache and the store have the same bytes."""
+def test_fp8_chunks_take_a_quarter_of_the_bytes(host: Callable[..., Host]) -> None:
+    """The KV cache has 32 bits. Host cache and store hold the same bytes."""
     source, target = host(**FP8), host(**FP8)
     source.cache.copy_(random_cache())
     source.save(block(A, TOKENS, 3), block(B, 2, 5))
@@ -192,13 +192,17 @@ def test_blocks_travel_in_a_quarter_of_their_bytes(host: Callable[..., Host]) ->
     assert target.counts() == {"blocks/loaded": 2}
     assert torch.equal(target.cache[:, 1], changed(source.cache[:, 3]))
     assert torch.equal(target.cache[:, 0, :, :2], changed(source.cache[:, 5, :, :2]))
-    assert target.cache[:, 0, :, 2:].count_nonzero() == 0, "bytes of nobody stay here"
+    assert target.cache[:, 0, :, 2:].count_nonzero() == 0, (
+        "tokens beyond the chunk's end are not written"
+    )
     assert target.cache[:, 2:].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 1e9])
-def test_what_has_no_8_bits_is_not_stored(host: Callable[..., Host], wrong: float) -> None:
-    """And whoever waits for it is told."""
+def test_values_beyond_fp8_are_not_stored_and_reported_lost(
+    host: Callable[..., Host], wrong: float
+) -> None:
+    """Other engines that wait for the chunk learn that it was given up."""
     source, target = host(**FP8), host(**FP8)
     source.cache.copy_(random_cache())
     source.cache[1, 5, 0, 2, 3] = wrong
@@ -215,8 +219,8 @@ def test_what_has_no_8_bits_is_not_stored(host: Callable[..., Host], wrong: floa
 
 
 @pytest.mark.parametrize("exponent", [-128, -16, 8, 127])
-def test_a_false_exponent_is_a_miss(host: Callable[..., Host], exponent: int) -> None:
-    """In an object that is sound in all else: it would give what no float16 holds."""
+def test_exponent_out_of_range_is_a_corrupt_miss(host: Callable[..., Host], exponent: int) -> None:
+    """The object is valid otherwise, but its values would not fit float16."""
     source, target = host(**FP8), host(**FP8)
     source.cache.copy_(random_cache())
     source.save(block(A, TOKENS, 3), block(B, TOKENS, 5))
@@ -234,10 +238,10 @@ def test_a_false_exponent_is_a_miss(host: Callable[..., Host], exponent: int) ->
 
 
 @pytest.mark.parametrize(("writes", "reads"), [({}, FP8), (FP8, {})])
-def test_the_same_name_with_the_other_option_is_a_miss(
+def test_object_of_the_other_dtype_under_the_same_key_is_a_miss(
     host: Callable[..., Host], writes: dict[str, str], reads: dict[str, str]
 ) -> None:
-    """Their namespaces differ; this is what is left if somebody copies an object."""
+    """Their namespaces differ, so this happens only if an object is copied by hand."""
     source, target = host(**writes), host(**reads)
     source.cache.copy_(random_cache())
     source.save(block(A, TOKENS, 3))
@@ -251,7 +255,7 @@ def test_the_same_name_with_the_other_option_is_a_miss(
 
 @pytest.fixture
 def kv_of_4_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the model compute KV that 8 bits hold exactly, so that tokens are the same."""
+    """Have the model compute KV that fp8 represents exactly, so that tokens stay the same."""
 
     def kv_of(tokens: Sequence[int], group: int = 0) -> float:
         digest = hashlib.sha256(repr([*tokens, group]).encode()).digest()
@@ -263,7 +267,7 @@ def kv_of_4_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("kv_of_4_bits")
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_engines_with_the_option_share_with_each_other_alone(
+def test_fp8_engines_share_only_with_each_other(
     start: StartEngine, tmp_path: Path, runner: RunnerName, is_async: bool
 ) -> None:
     how = {"runner": runner, "is_async": is_async}
@@ -276,7 +280,7 @@ def test_engines_with_the_option_share_with_each_other_alone(
 
 
 @pytest.mark.usefixtures("kv_of_4_bits")
-def test_it_goes_with_an_integrity_key(start: StartEngine, tmp_path: Path) -> None:
+def test_fp8_works_with_an_integrity_key(start: StartEngine, tmp_path: Path) -> None:
     secret = "8f1c6e0b5a9d47233be1f0a47c5d9286e3b14f7a08c2d6599a61e7f4350bd8c2"
     how = {**FP8, "integrity_key": secret}
     serve(start(store=how), PROMPT, max_tokens=1)
@@ -285,9 +289,7 @@ def test_it_goes_with_an_integrity_key(start: StartEngine, tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("kv_of_4_bits")
-def test_shards_of_another_tensor_parallel_size_are_read(
-    start: StartEngine, tmp_path: Path
-) -> None:
+def test_fp8_shards_of_another_tp_size_are_loaded(start: StartEngine, tmp_path: Path) -> None:
     serve(start(store=FP8), PROMPT, max_tokens=1)
     for path in objects(tmp_path):
         in_two(path, tmp_path)
@@ -298,14 +300,14 @@ def test_shards_of_another_tensor_parallel_size_are_read(
 
 @pytest.mark.usefixtures("kv_of_4_bits")
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_prompt_is_handed_over_while_it_is_computed(gated: StartEngine, is_async: bool) -> None:
+def test_fp8_chunks_are_streamed_during_prefill(gated: StartEngine, is_async: bool) -> None:
     p, d = streams.start_p(gated, **FP8), streams.start_d(gated, is_async=is_async, **FP8)
     streams.hand_over(p, d)
 
 
 @pytest.mark.parametrize("role", [KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
-def test_a_cache_of_8_bits_is_refused_at_start(
+def test_fp8_option_is_refused_for_an_8_bit_cache(
     text_model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -319,6 +321,6 @@ def test_a_cache_of_8_bits_is_refused_at_start(
         KVShareConnector(config, role, cache_config(8, [spec]))
 
 
-def test_another_dtype_is_refused() -> None:
+def test_unknown_stored_dtype_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"options\.stored_dtype"):
         parse(KVConfig, {"url": "/x", "stored_dtype": "int4"}, "options")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole engines but for the model: D has its request while P computes, or is said to."""
+"""Whole engines with a toy model: D gets its request while P computes, or claims to."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,12 +26,12 @@ CHUNK = 2 * BLOCK
 STEP = 3 * BLOCK
 STREAMED = {"kvshare": {"streamed": True}}
 ALL = {"kvshare": {"num_tokens": len(PROMPT) - 1}}
-NEVER_S = 2 * GIVE_UP_S  # who waits so long fails the test
+NEVER_S = 2 * GIVE_UP_S  # a test fails if D waits this long
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The keys that engines ask the store for, without taking what is there."""
+    """Record the keys whose existence engines ask the store for."""
     keys: list[str] = []
     exists = FsspecStore.exists
 
@@ -44,7 +44,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def start_p(gated: StartEngine, **store: Any) -> ToyEngine:
-    """Computes a few blocks a step."""
+    """Start a prefill engine that computes a few blocks a step."""
     few = {"max_num_batched_tokens": STEP, "max_num_seqs": 3}
     return gated("kv_producer", engine=few, chunk_tokens=CHUNK, **store)
 
@@ -88,7 +88,7 @@ def check(d: ToyEngine, computed: int, name: str = "d", prompt: list[int] = PROM
 
 @pytest.mark.parametrize("params", [STREAMED, {"do_remote_prefill": True}])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_each_chunk_is_loaded_once_it_is_computed(
+def test_d_loads_each_chunk_as_soon_as_p_has_computed_it(
     gated: StartEngine, asked: list[str], is_async: bool, params: dict[str, Any]
 ) -> None:
     p, d = start_p(gated), start_d(gated, is_async=is_async)
@@ -99,8 +99,8 @@ def test_each_chunk_is_loaded_once_it_is_computed(
 
 
 @pytest.mark.parametrize("steps", [0, 1, 4])
-def test_what_p_leaves_when_it_dies_is_kept(gated: StartEngine, steps: int) -> None:
-    # D gives up for what does not come, not for a disk or a core that is slow just now.
+def test_d_loads_the_chunks_that_p_stored_before_it_died(gated: StartEngine, steps: int) -> None:
+    # `wait_s` is long enough that D gives up only on missing chunks, not on a slow disk or core.
     p, d = start_p(gated), start_d(gated, wait_s=2.0)
     p.add(make_request("p", PROMPT, 1))
     for _ in range(steps):
@@ -114,8 +114,8 @@ def test_what_p_leaves_when_it_dies_is_kept(gated: StartEngine, steps: int) -> N
     assert d.counts.get("tokens/loaded", 0) == computed
 
 
-def test_p_may_have_had_some_of_it(gated: StartEngine) -> None:
-    """From the store, and in its own cache; the end of another prompt among it."""
+def test_d_loads_chunks_that_p_had_before_the_request(gated: StartEngine) -> None:
+    """P has some blocks from the store and some in its cache, also a prompt's partial chunk."""
     serve(gated("kv_both", chunk_tokens=CHUNK), PROMPT[: 7 * BLOCK])
     p, d = gated("kv_both", chunk_tokens=CHUNK), start_d(gated)
     serve(p, PROMPT[: 9 * BLOCK + 2], name="before")
@@ -124,7 +124,7 @@ def test_p_may_have_had_some_of_it(gated: StartEngine) -> None:
     check(d, computed=1)
 
 
-def test_what_never_comes_keeps_nobody_from_loading(gated: StartEngine) -> None:
+def test_false_announcements_do_not_block_other_loads(gated: StartEngine) -> None:
     serve(start_p(gated), PROMPT)
     d = start_d(gated, buffer_bytes=1)
     for number in range(3):
@@ -141,7 +141,7 @@ def test_what_never_comes_keeps_nobody_from_loading(gated: StartEngine) -> None:
     assert d.transfer.in_flight == 0
 
 
-def test_two_requests_wait_for_one_prompt_and_one_is_aborted(gated: StartEngine) -> None:
+def test_aborting_one_of_two_streamed_requests_keeps_the_other(gated: StartEngine) -> None:
     p, d = start_p(gated), start_d(gated)
     for name in ("one", "two"):
         add_streamed(d, name)
@@ -154,7 +154,7 @@ def test_two_requests_wait_for_one_prompt_and_one_is_aborted(gated: StartEngine)
     check(d, computed=1, name="two")
 
 
-def test_d_loads_from_a_store_that_was_gone_for_a_while(gated: StartEngine) -> None:
+def test_d_loads_after_a_temporary_store_failure(gated: StartEngine) -> None:
     d = start_d(gated)
     GatedFileSystem.broken |= {"exists", "get"}
     add_streamed(d)
@@ -164,7 +164,7 @@ def test_d_loads_from_a_store_that_was_gone_for_a_while(gated: StartEngine) -> N
     check(d, computed=1)
 
 
-def test_a_p_that_dropped_saves_says_what_it_has_stored(gated: StartEngine) -> None:
+def test_p_that_dropped_saves_announces_only_stored_tokens(gated: StartEngine) -> None:
     p = start_p(gated, buffer_bytes=1)
     GatedFileSystem.close_gate("put")
     p.add(make_request("p", PROMPT, 1))
@@ -175,7 +175,7 @@ def test_a_p_that_dropped_saves_says_what_it_has_stored(gated: StartEngine) -> N
 
 
 @pytest.mark.parametrize("said", [{"num_tokens": len(PROMPT) - 1}, {"streamed": True}])
-def test_d_waits_for_what_p_has_computed_and_not_stored_yet(
+def test_d_waits_for_chunks_that_p_is_still_storing(
     gated: StartEngine, asked: list[str], said: dict[str, Any]
 ) -> None:
     p, d = start_p(gated), start_d(gated)
@@ -197,7 +197,7 @@ def test_d_waits_for_what_p_has_computed_and_not_stored_yet(
 
 
 def chunk_name(number: int) -> str:
-    """What follows the namespace in the key of a whole chunk of the prompt."""
+    """Return the part after the namespace in the key of a whole chunk of the prompt."""
     chunk = chunks_for(make_request("x", PROMPT), CHUNK // BLOCK)[number]
     return object_key(Kind.KV, "0" * 32, bytes(chunk.key), "t0of1").rpartition("/")[2]
 
@@ -212,7 +212,7 @@ def check_did_not_wait(d: ToyEngine) -> None:
     assert "misses/late" not in d.counts
 
 
-def test_d_does_not_wait_for_what_p_has_no_memory_for(gated: StartEngine) -> None:
+def test_d_does_not_wait_for_chunks_p_had_no_memory_for(gated: StartEngine) -> None:
     p, d = start_p(gated, buffer_bytes=1), start_d(gated, wait_s=NEVER_S)
     add_streamed(d)
     GatedFileSystem.close_gate(f"move {chunk_name(0)}")
@@ -223,7 +223,7 @@ def test_d_does_not_wait_for_what_p_has_no_memory_for(gated: StartEngine) -> Non
     p.run_out()
 
 
-def test_d_does_not_wait_for_what_the_store_does_not_take(gated: StartEngine) -> None:
+def test_d_does_not_wait_for_a_chunk_the_store_refused(gated: StartEngine) -> None:
     p, d = start_p(gated), start_d(gated, wait_s=NEVER_S)
     GatedFileSystem.broken.add(f"move {chunk_name(3)}")
     d.add(make_request("d", PROMPT, 3, kv_transfer_params=ALL))
@@ -232,7 +232,9 @@ def test_d_does_not_wait_for_what_the_store_does_not_take(gated: StartEngine) ->
     check_given_up(d, num_loaded=3 * CHUNK)
 
 
-def test_engines_of_one_host_need_no_store_for_it(gated: StartEngine, tmp_path: Path) -> None:
+def test_d_on_the_same_host_learns_of_given_up_chunks_without_store(
+    gated: StartEngine, tmp_path: Path
+) -> None:
     host: dict[str, Any] = {"host_cache_dir": f"{tmp_path}/one-host"}
     p, d = start_p(gated, **host), start_d(gated, wait_s=NEVER_S, **host)
     GatedFileSystem.broken.add("move")
@@ -245,7 +247,7 @@ def test_engines_of_one_host_need_no_store_for_it(gated: StartEngine, tmp_path: 
     check_did_not_wait(d)
 
 
-def test_d_does_not_wait_for_a_request_that_p_has_aborted(gated: StartEngine) -> None:
+def test_d_does_not_wait_for_a_request_aborted_on_p(gated: StartEngine) -> None:
     p, d = start_p(gated), start_d(gated, wait_s=NEVER_S)
     add_streamed(d)
     p.add(make_request("p", PROMPT, 1))
@@ -256,7 +258,7 @@ def test_d_does_not_wait_for_a_request_that_p_has_aborted(gated: StartEngine) ->
     check_given_up(d, num_loaded=4 * STEP // CHUNK * CHUNK)
 
 
-def test_a_prompt_that_is_for_nobody_else_leaves_no_note(gated: StartEngine) -> None:
+def test_dropped_save_of_a_plain_request_leaves_no_gap_marker(gated: StartEngine) -> None:
     engine = gated(buffer_bytes=1, chunk_tokens=CHUNK)
     GatedFileSystem.close_gate("put")
     engine.add(make_request("a", PROMPT, 2))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole engines but for the model: which prompts' last, partly filled blocks are shared."""
+"""Whole engines with a toy model: which prompts' last, partly filled blocks are shared."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +21,7 @@ OnHosts = Callable[[str], ToyEngine]
 
 @pytest.fixture
 def on_host(start: StartEngine, tmp_path: Path) -> OnHosts:
-    """Start an engine with a host cache of its own, as on another host."""
+    """Start engines with separate host caches, as on separate hosts."""
     hosts = iter(range(100))
 
     def start_on_host(tails: str) -> ToyEngine:
@@ -37,8 +37,10 @@ def computed(engine: ToyEngine, prompt: list[int], name: str = "r", **more: Any)
 
 
 def guessed(engine: ToyEngine, cache_salt: str | None) -> bool:
-    """Whether trying all values of the secret word tells it from others."""
-    computed(engine, [*KNOWN, 1, *END], "first", cache_salt=cache_salt)  # what is known is here now
+    """Return whether trying values of the secret word reveals it."""
+    computed(
+        engine, [*KNOWN, 1, *END], "first", cache_salt=cache_salt
+    )  # the known part is in the local cache now
     by_guess = {
         guess: computed(engine, [*KNOWN, guess, *END], f"guess-{guess}", cache_salt=cache_salt)
         for guess in range(SECRET - 10, SECRET + 10)
@@ -60,7 +62,7 @@ def guessed(engine: ToyEngine, cache_salt: str | None) -> bool:
         ("never", "victim", "victim", False),
     ],
 )
-def test_the_end_of_a_prompt_can_be_guessed_only_where_its_tail_is_shared(
+def test_prompt_end_can_be_probed_only_if_its_tail_is_shared(
     on_host: OnHosts,
     tails: str,
     salt_of_victim: str | None,
@@ -75,7 +77,7 @@ def test_the_end_of_a_prompt_can_be_guessed_only_where_its_tail_is_shared(
     ("tails", "salt", "num_objects"),
     [("always", None, 2), ("salted", None, 1), ("salted", "a", 2), ("never", "a", 1)],
 )
-def test_what_is_stored_of_a_prompt(
+def test_tail_is_stored_as_the_option_and_the_salt_say(
     on_host: OnHosts, tmp_path: Path, tails: str, salt: str | None, num_objects: int
 ) -> None:
     computed(on_host(tails), PROMPT, cache_salt=salt)
@@ -83,14 +85,14 @@ def test_what_is_stored_of_a_prompt(
 
 
 @pytest.mark.parametrize("tails", ["salted", "never"])
-def test_an_engine_that_shares_no_tail_loads_none_either(on_host: OnHosts, tails: str) -> None:
+def test_engine_that_stores_no_tails_loads_none(on_host: OnHosts, tails: str) -> None:
     computed(on_host("always"), PROMPT)
     assert computed(on_host(tails), PROMPT) == len(PROMPT) - FULL
 
 
 @pytest.mark.parametrize("tails", ["salted", "never"])
 @pytest.mark.parametrize("num_tokens", [BLOCK, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK - 1])
-def test_only_what_is_stored_is_announced_and_nobody_waits_for_a_tail(
+def test_announcement_excludes_unshared_tails_and_d_does_not_wait(
     on_host: OnHosts, tails: str, num_tokens: int
 ) -> None:
     prompt = PROMPT[:num_tokens]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines of different tensor-parallel sizes: every rank gets its own heads, and no others."""
+"""Engines of different tensor-parallel sizes: every rank loads its own heads and no others."""
 
 import time
 import uuid
@@ -31,7 +31,7 @@ HEAD_BYTES = LAYERS * CHUNK_BLOCKS * TOKENS * CONTENT * 4
 
 @pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.s3)])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
-    """Options of a store of the test's own."""
+    """Return options of a store for this test alone."""
     if request.param == "folder":
         return {"url": f"file://{tmp_path}/store"}
     server: SeaweedFS = request.getfixturevalue("seaweed")
@@ -40,7 +40,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
 
 
 class Fleet:
-    """The ranks of one engine, on one host; `caches` is what they hold together."""
+    """The ranks of one engine on one host, and their caches."""
 
     def __init__(self, place: dict[str, Any], host: Path, tp_size: int, num_heads: int) -> None:
         self.tp_size = tp_size
@@ -58,7 +58,7 @@ class Fleet:
             worker.register({name: self.caches[-1][n] for n, (name, _) in enumerate(layers)})
 
     def heads(self, rank: int, num_heads: int) -> slice:
-        """As vLLM gives them out."""
+        """Return the heads that vLLM assigns to `rank`."""
         if self.tp_size > num_heads:
             first = rank // (self.tp_size // num_heads)
             return slice(first, first + 1)
@@ -66,7 +66,7 @@ class Fleet:
         return slice(rank * own, (rank + 1) * own)
 
     def hold(self, model: Tensor) -> None:
-        """Have in the caches what these ranks hold of [layer, block, head, token, content]."""
+        """Fill each rank's cache from the KV of all heads: [layer, block, head, token, content]."""
         for rank, cache in enumerate(self.caches):
             cache.copy_(model[:, :, self.heads(rank, model.shape[2])])
 
@@ -143,7 +143,7 @@ def stored_size(writer: int, num_heads: int) -> int:
         (1, 4, 2),
     ],
 )
-def test_every_rank_gets_its_heads_to_the_byte(
+def test_every_rank_loads_exactly_its_heads(
     start: Start, writer: int, reader: int, num_heads: int
 ) -> None:
     model = torch.rand(LAYERS, BLOCKS, num_heads, TOKENS, CONTENT)
@@ -159,10 +159,10 @@ def test_every_rank_gets_its_heads_to_the_byte(
     counts = [target.counts(rank) for rank in range(reader)]
     assert [each["blocks/loaded"] for each in counts] == [CHUNK_BLOCKS] * reader
     read = [each.get("transfer_bytes/read/store", 0) for each in counts]
-    assert sum(read) == num_heads * HEAD_BYTES, "a host reads each share once"
+    assert sum(read) == num_heads * HEAD_BYTES, "a host reads each shard once"
 
 
-def test_what_ranks_hold_alike_is_stored_once(start: Start, tmp_path: Path) -> None:
+def test_replicated_heads_are_stored_once(start: Start, tmp_path: Path) -> None:
     source = start(8, 2)
     source.hold(torch.rand(LAYERS, BLOCKS, 2, TOKENS, CONTENT))
     source.save(chunk(3, 1))
@@ -171,7 +171,9 @@ def test_what_ranks_hold_alike_is_stored_once(start: Start, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("writer", "reader"), [(1, 2), (2, 1)])
-def test_some_blocks_of_a_chunk_of_another_size(start: Start, writer: int, reader: int) -> None:
+def test_some_blocks_of_a_chunk_of_another_tp_size_are_loaded(
+    start: Start, writer: int, reader: int
+) -> None:
     model = torch.rand(LAYERS, BLOCKS, 4, TOKENS, CONTENT)
     source, target = start(writer, 4), start(reader, 4)
     source.hold(model)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines with several cache groups, or whose layers look back over a window."""
+"""Engines with several cache groups or sliding windows."""
 
 import random
 import shutil
@@ -63,7 +63,7 @@ def test_the_second_engine_computes_one_token(
 
 @each_kind
 @pytest.mark.parametrize("budget", [7, 9])
-def test_a_prompt_that_is_computed_in_pieces_is_stored_whole(
+def test_chunked_prefill_stores_the_whole_prompt(
     start: StartEngine, specs: Sequence[KVCacheSpec], budget: int
 ) -> None:
     """vLLM frees a window's blocks while the prompt goes on."""
@@ -73,7 +73,7 @@ def test_a_prompt_that_is_computed_in_pieces_is_stored_whole(
 
 
 @each_kind
-def test_a_longer_prompt_goes_on_from_what_is_stored(
+def test_longer_prompt_loads_the_stored_prefix(
     start: StartEngine, specs: Sequence[KVCacheSpec]
 ) -> None:
     engine = partial(start, specs=specs, store=chunked(3), num_blocks=160)
@@ -83,7 +83,7 @@ def test_a_longer_prompt_goes_on_from_what_is_stored(
 
 
 @each_kind
-def test_a_local_hit_is_not_loaded_over(start: StartEngine, specs: Sequence[KVCacheSpec]) -> None:
+def test_local_hit_is_not_loaded_again(start: StartEngine, specs: Sequence[KVCacheSpec]) -> None:
     engine = partial(start, specs=specs, store=chunked(4), num_blocks=160)
     serve(engine(), LONG)
     second = engine()
@@ -91,7 +91,7 @@ def test_a_local_hit_is_not_loaded_over(start: StartEngine, specs: Sequence[KVCa
     assert serve(second, LONG, name="long").computed_prompt_tokens == 1
 
 
-def test_of_a_window_only_what_it_reaches_is_loaded(start: StartEngine) -> None:
+def test_only_blocks_inside_the_window_are_loaded(start: StartEngine) -> None:
     engine = partial(start, specs=(spec(), window(W)), store=chunked(2), num_blocks=160)
     serve(engine(), LONG)
     second = engine()
@@ -100,8 +100,8 @@ def test_of_a_window_only_what_it_reaches_is_loaded(start: StartEngine) -> None:
     assert second.counts["blocks/loaded"] == 14 + 4
 
 
-def test_turns_of_a_conversation_are_found(start: StartEngine) -> None:
-    """The window's blocks at an answer's end are still there, but for a late one now and then."""
+def test_most_of_a_conversation_is_loaded_in_each_turn(start: StartEngine) -> None:
+    """vLLM still has the window's blocks when an answer ends, with rare exceptions."""
     engine = partial(start, specs=(spec(), window(W)), store=chunked(3), num_blocks=160)
     engines = [engine(), engine()]
     talk: list[int] = []
@@ -119,17 +119,17 @@ def test_turns_of_a_conversation_are_found(start: StartEngine) -> None:
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("num_tokens", range(5, 5 + BLOCK))
-def test_what_others_wrote_behind_a_window_is_not_stored_at_an_answers_end(
+def test_block_freed_behind_a_window_is_not_saved_at_the_answers_end(
     start: StartEngine, num_tokens: int, is_async: bool
 ) -> None:
-    """vLLM frees a block of the answer's last chunk, and another request fills it meanwhile."""
+    """vLLM frees a block of the answer's last chunk, and another request refills it."""
     engine = partial(start, specs=(window(W + 1),), is_async=is_async, store=chunked(8))
     prompt, writer = LONG[: 4 * BLOCK + 1], engine("kv_producer", num_blocks=10)
     first = make_request("first", prompt, num_tokens)
     writer.add(first)
     while len(writer.answers["first"].tokens) < num_tokens - 3:
         writer.step()
-    # As long as all blocks that are free, once the first one lets one go.
+    # It needs all free blocks, and the one that the first request frees.
     writer.add(make_request("other", LONG[-5 * BLOCK :], 4))
     writer.run_out()
     assert not first.num_preemptions
@@ -138,10 +138,10 @@ def test_what_others_wrote_behind_a_window_is_not_stored_at_an_answers_end(
 
 
 @each_kind
-def test_a_lost_object_costs_a_recomputation(
+def test_lost_object_is_recomputed_and_saved_again_if_needed(
     start: StartEngine, tmp_path: Path, specs: Sequence[KVCacheSpec]
 ) -> None:
-    """One at a time: right tokens, and it is stored again if it was needed."""
+    """Each lost object in turn: tokens are right, and it is saved again if a load needed it."""
     engine = partial(start, specs=specs, store=chunked(4), num_blocks=160)
     serve(engine(), LONG, max_tokens=1)
     for lost in objects(tmp_path)[::SOME]:
@@ -153,7 +153,7 @@ def test_a_lost_object_costs_a_recomputation(
 
 
 @each_kind
-def test_a_damaged_object_costs_a_recomputation(
+def test_damaged_object_is_recomputed(
     start: StartEngine, tmp_path: Path, specs: Sequence[KVCacheSpec]
 ) -> None:
     engine = partial(start, specs=specs, store=chunked(4), num_blocks=160)
@@ -164,8 +164,8 @@ def test_a_damaged_object_costs_a_recomputation(
         serve(engine(), LONG, max_tokens=1)
 
 
-def test_engines_with_other_groups_miss_each_others(start: StartEngine) -> None:
-    """Where the hybrid cache manager is off, all layers keep all tokens, in other objects."""
+def test_engines_with_different_cache_groups_do_not_share(start: StartEngine) -> None:
+    """Without the hybrid cache manager all layers keep all tokens, in other objects."""
     serve(start(specs=(spec(), window(W))), LONG)
     for specs in ((spec(),), (spec(), window(W + 1)), (spec(), spec())):
         other = start(specs=specs)
@@ -174,7 +174,7 @@ def test_engines_with_other_groups_miss_each_others(start: StartEngine) -> None:
 
 
 @each_kind
-def test_preempted_requests_find_what_they_had(
+def test_preempted_requests_get_right_tokens(
     start: StartEngine, specs: Sequence[KVCacheSpec]
 ) -> None:
     prompts = [[number, *LONG[:9]] for number in range(6)]
@@ -186,10 +186,10 @@ def test_preempted_requests_find_what_they_had(
 
 
 @pytest.mark.parametrize("num_blocks", [23, 24])
-def test_loads_leave_each_other_the_blocks_that_the_rest_of_the_prompts_needs(
+def test_loads_wait_until_blocks_for_the_whole_prompt_are_free(
     start: StartEngine, num_blocks: int
 ) -> None:
-    """vLLM counts what a window has passed as held: it would let two load, and run neither."""
+    """vLLM counts blocks behind a window as held: it would let two load, and could run neither."""
     small = partial(start, specs=SMALL, max_num_batched_tokens=4 * BLOCK, max_num_seqs=4)
     prompts = [[number, *LONG[: 10 * BLOCK - 1]] for number in range(4)]
     writer = small(num_blocks=200)
@@ -200,8 +200,8 @@ def test_loads_leave_each_other_the_blocks_that_the_rest_of_the_prompts_needs(
     assert reader.counts["tokens/loaded"] == 4 * 6 * BLOCK, "each waits until it has room"
 
 
-def test_a_load_that_fails_keeps_nobody_from_running(gated: StartEngine) -> None:
-    """Its request has given its blocks back, and needs more of them than it held."""
+def test_failed_load_does_not_block_other_requests(gated: StartEngine) -> None:
+    """Its request has freed its blocks, and then needs more than it held."""
     small = {"specs": SMALL, "max_num_batched_tokens": 4 * BLOCK, "max_num_seqs": 4}
     prompts = [[number, *LONG[: 10 * BLOCK]] for number in range(3)]
     writer = gated(engine=small | {"num_blocks": 200}, chunk_tokens=64 * BLOCK)
@@ -232,8 +232,8 @@ def test_a_load_that_fails_keeps_nobody_from_running(gated: StartEngine) -> None
     assert is_at_rest(reader)
 
 
-def test_a_prompt_that_has_waited_for_room_is_computed_where_it_fits(gated: StartEngine) -> None:
-    """No load keeps it from running for longer than `wait_s`, however long it goes on."""
+def test_request_waiting_for_blocks_is_computed_after_wait_s(gated: StartEngine) -> None:
+    """A load of another request delays it for `wait_s` at most."""
     small = {"specs": SMALL, "max_num_batched_tokens": 4 * BLOCK, "max_num_seqs": 4}
     prompts = [[number, *LONG[: 10 * BLOCK]] for number in range(2)]
     writer = gated(engine=small | {"num_blocks": 200})
@@ -266,7 +266,7 @@ def run_all(engine: ToyEngine, prompts: Sequence[list[int]]) -> None:
 @loads_may_hang
 @each_kind
 @pytest.mark.parametrize("seed", range(2))
-def test_whatever_happens_the_tokens_are_right(
+def test_random_prompts_and_store_damage_give_right_tokens(
     start: StartEngine, tmp_path: Path, specs: Sequence[KVCacheSpec], seed: int
 ) -> None:
     dice = random.Random(seed)

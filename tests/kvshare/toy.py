@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole engine but for the model: the simulator of vLLM's loop, both halves of the connector,
-real cache tensors and a real store.
+"""A whole engine with a toy model: the simulator of vLLM's loop, both halves of the connector, real
+cache tensors and a real store.
 
 The model is replaced by arithmetic. The KV of a token is a number made of all tokens up to it, and
 the next token is made of the KV that lies in the request's blocks. So a block that is missing,
@@ -89,7 +89,7 @@ def window(num_tokens: int) -> SlidingWindowSpec:
 
 
 def cache_config(num_blocks: int, specs: Sequence[KVCacheSpec] = ()) -> KVCacheConfig:
-    """Cache groups of `LAYERS` layers each, which take turns in the model and share memory."""
+    """Make cache groups of `LAYERS` layers each, which alternate in the model and share memory."""
     specs = specs or (spec(),)
     names = [
         [f"model.layers.{layer * len(specs) + group}.self_attn.attn" for layer in range(LAYERS)]
@@ -156,22 +156,22 @@ def both_below(ours: dict[str, Any], sibling: dict[str, Any]) -> dict[str, Any]:
 
 
 def options(folder: Path, **more: Any) -> dict[str, Any]:
-    """A store in `folder`, an object a block unless `more` says otherwise.
+    """Return the options of a store in `folder`, one object a block unless `more` says otherwise.
 
-    What is found is loaded: this model computes faster than any store.
+    Every hit is loaded: the toy model computes faster than any store.
     """
     ours = {"url": f"file://{folder}/store", "host_cache_dir": f"{folder}/host"}
     return ours | {"chunk_tokens": BLOCK, "load": "always"} | more
 
 
 TOLD: dict[str, Any] = {"kvshare": {}}
-"""Of one who wants to be told what of a request is stored."""
+"""Transfer params of a client that asks how many tokens are stored."""
 FOR_DECODE: dict[str, Any] = {"kvshare": {"for_decode": True}}
-"""Of a router that has P compute a prompt for D."""
+"""Transfer params of a router that has P compute a prompt for D."""
 
 
 def make_request(name: str, tokens: Sequence[int], max_tokens: int = 1, **more: Any) -> Request:
-    """A request of one who wants to be told, unless `kv_transfer_params` are given."""
+    """Make a request. It asks how many tokens are stored unless `kv_transfer_params` are given."""
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     params.extra_args = {"kv_transfer_params": more.pop("kv_transfer_params", TOLD)}
     return Request(
@@ -185,7 +185,7 @@ def make_request(name: str, tokens: Sequence[int], max_tokens: int = 1, **more: 
 
 
 def chunks_for(request: Request, chunk_blocks: int = 1) -> tuple[Chunk, ...]:
-    """All chunks that hold a prompt: whole ones, what is left of full blocks, the tail."""
+    """Return all chunks of a prompt: whole ones, the partial one, the tail."""
     grid = Grid(BLOCK, chunk_blocks)
     prefix = Prefix.of(request, grid)
     chunks = [prefix.whole(number) for number in range(prefix.num_whole)]
@@ -194,7 +194,7 @@ def chunks_for(request: Request, chunk_blocks: int = 1) -> tuple[Chunk, ...]:
 
 
 def kv_of(tokens: Sequence[int], group: int = 0) -> float:
-    """The KV of the last of `tokens`: exact in float32, and other for any other prefix or group."""
+    """Return the KV of the last of `tokens`: exact in float32, unique to its prefix and group."""
     digest = hashlib.sha256(repr(list(tokens)).encode()).digest()
     return float(int.from_bytes(digest[:2], "little") + 1 + 100_000 * group)
 
@@ -209,7 +209,7 @@ def expected_answer(
     windows: Sequence[AttentionWindow] = (AttentionWindow(),),
     flavour: Sequence[int] = (),
 ) -> list[int]:
-    """What any sound engine answers whose cache groups look back over `windows`.
+    """Return the right answer of an engine whose cache groups have these `windows`.
 
     `flavour`: of the request's LoRA adapter.
     """
@@ -225,7 +225,7 @@ def expected_answer(
 
 
 def flavour_of(lora_request: LoRARequest | None) -> list[int]:
-    """What an adapter changes: its weights, as they are now, count as tokens before the prompt."""
+    """Return the current weights of an adapter; they count as tokens before the prompt."""
     if lora_request is None:
         return []
     return list((Path(lora_request.lora_path) / WEIGHTS).read_bytes())
@@ -243,11 +243,11 @@ class ToyModel(Model):
     """Arithmetic over the KV in a request's blocks; see the module's docstring."""
 
     def __init__(self, cache: KVCacheConfig, computed: Callable[[str, int], None]) -> None:
-        """`computed`: is told of each request how many tokens of its prompt are computed."""
+        """`computed`: called with a request's id and how many of its prompt tokens are computed."""
         super().__init__()
         groups = cache.kv_cache_groups
         self.windows = [AttentionWindow.of(group.kv_cache_spec) for group in groups]
-        # Garbage, so that a block nobody wrote is noticed.
+        # Garbage, so that reading an unwritten block gives wrong tokens.
         self._cache = torch.full((LAYERS, cache.num_blocks, HEADS, BLOCK, 2 * HEAD_SIZE), -7.0)
         self.kv_caches = {
             name: layer
@@ -286,7 +286,7 @@ class ToyModel(Model):
 
 
 class ToySibling(Sibling):
-    """Brings KV that other tokens have; with the option `is_right`, the right one."""
+    """Loads the KV of other tokens, or the right KV with the option `is_right`."""
 
     def fill(self, load: Load, group: int, place: int) -> None:
         before = [] if self.options.get("is_right") else [-1]
@@ -297,7 +297,7 @@ class ToySibling(Sibling):
 
 
 def ours(connector: Any) -> KVShareConnector:
-    """Our connector, be it below a MultiConnector."""
+    """Return our connector, also from below a MultiConnector."""
     if isinstance(connector, MultiConnector):
         (connector,) = (
             each for each in connector.sub_connectors if isinstance(each, KVShareConnector)
@@ -309,8 +309,8 @@ def ours(connector: Any) -> KVShareConnector:
 class ToyEngine(EngineLoop):
     """See the module's docstring.
 
-    `is_async`: schedules the next step before it has the output. `specs`: of the cache groups; one
-    with full attention, if none is given. `model`: what computes.
+    `is_async`: schedule the next step before the output of the last one is known. `specs`: of the
+    cache groups; by default one with full attention.
     """
 
     def __init__(
@@ -332,7 +332,7 @@ class ToyEngine(EngineLoop):
         self.counts: dict[str, float] = {}
         self.hit_sources: Counter[Any] = Counter()
         self.before_load: Callable[[], object] = lambda: None
-        # The tokens of this model's blocks lie as on a GPU.
+        # The toy model's blocks have the layout of a GPU.
         with patch("kvshare.worker.worker.repacks_blocks", lambda: False):
             super().__init__(config, [self.model], cache, runner)
         (rank,) = self.runners
@@ -356,13 +356,13 @@ class ToyEngine(EngineLoop):
         return [self.answers[request.request_id] for request in requests]
 
     def run_out(self) -> None:
-        """Step until nothing is left to do and everything saved is stored."""
+        """Step until no work is left and all saves are stored."""
         deadline_s = time.monotonic() + GIVE_UP_S
         while self.has_work:
             self.step()
             assert time.monotonic() < deadline_s, "the engine hangs"
         while self.transfer.in_flight:
-            self.transfer.wait_idle()  # to poll would keep Python's lock from the I/O threads
+            self.transfer.wait_idle()  # polling would keep Python's lock from the I/O threads
             finished = self.worker.settle()
             assert not finished.requests, "reported after the engine came to rest"
             assert time.monotonic() < deadline_s, "a save hangs"
@@ -406,5 +406,5 @@ def serve(engine: ToyEngine, prompt: list[int], max_tokens: int = 3, name: str =
 
 
 def objects(folder: Path) -> list[Path]:
-    """The KV objects in the store at `folder`."""
+    """Return the KV objects in the store at `folder`."""
     return sorted(path for path in (folder / "store").rglob("*.t0of1*") if path.is_file())

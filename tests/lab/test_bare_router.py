@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A router that does next to nothing. It asks the engines that ecshare's router asks."""
+"""The bare router for comparison asks the same engines as ecshare's router."""
 
 import asyncio
 import json
@@ -48,7 +48,7 @@ ENCODE, PREFILL, DECODE = Asked("encode", True), Asked("prefill", False), Asked(
 
 
 def stand_in(stage: str) -> FakeEngine:
-    """As the engines of the benchmark, but it records what it gets."""
+    """Make an engine as in the benchmark that records its requests."""
 
     async def answer(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return web.Response(body=ANSWERS[stage], content_type="application/json")
@@ -57,7 +57,7 @@ def stand_in(stage: str) -> FakeEngine:
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-async def test_each_stage_is_asked_if_it_has_something_to_do(router: str, tmp_path: Path) -> None:
+async def test_each_stage_is_asked_only_if_needed(router: str, tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         engines = {
             stage: await stack.enter_async_context(stand_in(stage).serving()) for stage in STAGES

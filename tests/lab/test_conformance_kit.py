@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conformance kit finds what is broken: in vLLM's own example, and in connectors broken here.
+"""The conformance kit finds the faults of vLLM's own example and of connectors broken here.
 
 Each connector below breaks ours in one way, so that a check which no longer sees it is noticed.
 """
@@ -96,7 +96,7 @@ def play(
         (Forgets, "arrives_without_pixels", Effect.REQUEST_FAILS),
     ],
 )
-def test_what_is_broken_is_found(
+def test_kit_finds_each_broken_connector(
     vlm: Path, connector: type, rule: str, effect: Effect, runner: RunnerName
 ) -> None:
     found = play(vlm, rule, connector, runner)
@@ -116,18 +116,18 @@ def test_what_is_broken_is_found(
         ("spares_the_scheduler_thread", Effect.EVERYONE_WAITS),
     ],
 )
-def test_the_example_connectors_faults_are_found(vlm: Path, rule: str, effect: Effect) -> None:
+def test_kit_finds_the_example_connectors_faults(vlm: Path, rule: str, effect: Effect) -> None:
     found = play(vlm, rule, ECExampleConnector, shared_storage_path="{folder}")
     assert (found.verdict, found.effect) == (Verdict.BROKEN, effect), found.said
 
 
-def test_what_the_example_connector_does_right_is_seen(vlm: Path) -> None:
+def test_kit_passes_rules_that_the_example_connector_keeps(vlm: Path) -> None:
     for rule in ("arrives_without_pixels", "takes_chunked_prefill", "loads_on_every_rank"):
         found = play(vlm, rule, ECExampleConnector, shared_storage_path="{folder}")
         assert found.verdict is Verdict.HOLDS, found.said
 
 
-def test_the_command_reports_and_fails_if_a_rule_is_broken(
+def test_command_writes_a_report_and_fails_for_a_broken_rule(
     vlm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "report.md"
@@ -144,15 +144,13 @@ def test_the_command_reports_and_fails_if_a_rule_is_broken(
 
 
 @pytest.mark.parametrize("wrong", ["--connector=no.such:Class", "--connector=os:Nothing"])
-def test_a_connector_that_is_not_there_is_named(
-    wrong: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_connector_is_named(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         __main__.main([wrong])
     assert wrong.partition("=")[2].partition(":")[2] in capsys.readouterr().err
 
 
-def test_a_page_names_every_rule_and_fits_into_a_table() -> None:
+def test_report_page_escapes_text_for_its_table() -> None:
     rule = RULES["stays_inside"]
     broken = Result(rule, "v1", "apart", Verdict.BROKEN, "a | b\nc", Effect.ESCAPES, ("a note",))
     written = report.page("Theirs", "0.0", [broken])
@@ -161,7 +159,7 @@ def test_a_page_names_every_rule_and_fits_into_a_table() -> None:
     assert "- a note" in written
 
 
-def test_the_published_page_has_every_rule_in_its_words() -> None:
+def test_published_page_contains_every_rule() -> None:
     written = (Path(__file__).parents[2] / "docs" / "conformance.md").read_text()
     assert RULES
     for name, rule in RULES.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine runs the model runner that was asked for, or does not start."""
+"""An engine runs the requested model runner, or does not start."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ V1_LOG, V2_LOG = "Starting", "INFO [cpu_worker.py:162] Using V2 Model Runner"
 
 
 class Engine(EngineProcess):
-    """A program that logs what an engine does, and answers as one that is ready."""
+    """A program that logs like an engine, and responds as a ready one."""
 
     def __init__(self, log: str, log_dir: Path, environment: Mapping[str, str], **own: Any) -> None:
         super().__init__("engine", "no-model", log_dir, (), environment, **own)
@@ -39,7 +39,7 @@ class Engine(EngineProcess):
 @pytest.mark.parametrize(
     ("log", "environment"), [(V1_LOG, ON_V2), (V2_LOG, {})], ids=["v1-for-v2", "v2-for-v1"]
 )
-def test_an_engine_on_another_model_runner_is_not_ready(
+def test_engine_on_another_model_runner_is_not_ready(
     tmp_path: Path, log: str, environment: dict[str, str]
 ) -> None:
     engine = Engine(log, tmp_path, environment)
@@ -48,13 +48,13 @@ def test_an_engine_on_another_model_runner_is_not_ready(
 
 
 @pytest.mark.parametrize("log", [V1_LOG, V2_LOG])
-def test_vllm_may_choose_the_model_runner(tmp_path: Path, log: str) -> None:
+def test_engine_may_leave_the_model_runner_to_vllm(tmp_path: Path, log: str) -> None:
     with Engine(log, tmp_path, {}, runner_of_vllm=True) as engine:
         assert engine.runs_v2 is (log == V2_LOG)
         assert not ON_V2.keys() & engine.environment().keys()
 
 
-def test_the_log_of_an_earlier_run_does_not_count(tmp_path: Path) -> None:
+def test_log_of_an_earlier_run_does_not_count(tmp_path: Path) -> None:
     engine = Engine(V2_LOG, tmp_path, ON_V2)
     with engine:
         assert engine.is_ready()
@@ -63,7 +63,7 @@ def test_the_log_of_an_earlier_run_does_not_count(tmp_path: Path) -> None:
         pass
 
 
-def test_triton_finds_the_back_end_in_v2_engines_alone(tmp_path: Path) -> None:
+def test_triton_finds_the_cpu_back_end_only_in_v2_engines(tmp_path: Path) -> None:
     asks = "from triton.backends import backends; print(*sorted(backends))"
     for environment, has_it in ((ON_V2, True), ({}, False)):
         engine = EngineProcess("engine", "no-model", tmp_path, (), environment)

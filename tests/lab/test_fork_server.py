@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that are forked from a process with their imports: what differs from `python -m`."""
+"""Programs forked from a process with their imports, compared with `python -m`."""
 
 import json
 import os
@@ -29,7 +29,7 @@ WITHIN_S = 30.0
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ForkServer]:
-    """A fork server whose environment has one variable that its programs lack."""
+    """Make a fork server with an environment variable that its programs lack."""
     server = ForkServer("forks", tmp_path, IMPORTED, {**os.environ, "ONLY_OF_THE_SERVER": "1"})
     yield server
     server.stop()
@@ -67,7 +67,7 @@ def test_program_has_its_own_environment_session_and_arguments(
         assert each["session"] == each["pid"]
 
 
-def test_spawned_process_is_forked_too_in_the_environment_of_its_parent(
+def test_spawned_child_is_forked_with_its_parents_environment(
     server: ForkServer, tmp_path: Path
 ) -> None:
     log = tmp_path / "program.log"
@@ -77,14 +77,14 @@ def test_spawned_process_is_forked_too_in_the_environment_of_its_parent(
     assert said["environment"] == {**os.environ, "SET_BY_PARENT": "yes"}
 
 
-def test_failure_gives_its_status_and_its_traceback(server: ForkServer, tmp_path: Path) -> None:
+def test_failed_program_has_its_status_and_a_traceback(server: ForkServer, tmp_path: Path) -> None:
     log = tmp_path / "program.log"
     assert status_of(run(server, log, "fail")) == 1
     assert "ValueError: as it was told to" in log.read_text()
 
 
 @pytest.mark.parametrize("how", ["ended", "killed", "server killed", "server stopped"])
-def test_nothing_of_a_program_outlives_its_end(
+def test_all_processes_of_a_program_end_with_it(
     server: ForkServer, tmp_path: Path, how: str
 ) -> None:
     log = tmp_path / "program.log"
@@ -92,7 +92,7 @@ def test_nothing_of_a_program_outlives_its_end(
     wait_until(lambda: log.exists() and "hangs" in log.read_text())
     guard = program.pid
     processes = [guard, *descendants(guard)]
-    assert len(processes) >= 3, "guard, program and what it has spawned"
+    assert len(processes) >= 3, "guard, program and its child"
     if how == "ended":
         program.end(WITHIN_S)
     elif how == "killed":
@@ -106,7 +106,7 @@ def test_nothing_of_a_program_outlives_its_end(
     wait_until(lambda: not any(map(is_there, processes)))
 
 
-def test_server_that_cannot_import_is_reported_with_its_log(tmp_path: Path) -> None:
+def test_server_with_a_failed_import_is_reported_with_its_log(tmp_path: Path) -> None:
     server = ForkServer("forks", tmp_path, ["no_such_module"], os.environ)
     program = run(server, tmp_path / "program.log", "facts")
     wait_until(lambda: not server.is_running())
@@ -115,7 +115,7 @@ def test_server_that_cannot_import_is_reported_with_its_log(tmp_path: Path) -> N
     server.stop()
 
 
-def test_engine_whose_imports_would_read_another_environment_is_not_forked(tmp_path: Path) -> None:
+def test_engine_with_another_import_environment_is_not_forked(tmp_path: Path) -> None:
     with (
         closing(EngineForks(tmp_path, {"v1": {"MODE": "1"}})) as forks,
         (tmp_path / "log").open("ab") as log,
@@ -143,7 +143,7 @@ print("found", json.dumps(sorted(found)))
 
 
 @pytest.mark.engine
-def test_variables_in_which_engines_may_differ_are_not_read_at_import() -> None:
+def test_late_environment_variables_are_not_read_at_import() -> None:
     unset = {name: value for name, value in os.environ.items() if name not in LATE}
     asked = json.dumps([sorted(LATE), IMPORTED_FOR_ENGINES])
     said = subprocess.check_output([sys.executable, "-c", READS, asked], env=unset, text=True)

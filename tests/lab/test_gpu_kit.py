@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kit for GPUs, as far as it can be played on a CPU, and what it says without a GPU."""
+"""The GPU kit: its checks on a CPU, and its output without a GPU."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ CHECKS = [check for part in (staging, kv, embeddings, memory, steps) for check i
 
 
 def run(*arguments: str, without: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    """Run the kit in a fresh Python in which some packages are not installed, and no GPU is."""
+    """Run the kit in a new Python process without a GPU and without some packages."""
     program = (
         f"import runpy, sys; sys.modules.update(dict.fromkeys({list(without)})); "
         f"sys.argv[1:] = {list(arguments)}; runpy.run_module('lab.gpu_kit', run_name='__main__')"
@@ -46,7 +46,7 @@ def run(*arguments: str, without: Sequence[str] = ()) -> subprocess.CompletedPro
 
 
 @pytest.mark.parametrize("without", [[], ["torch"], ["blake3", "vllm"]])
-def test_without_a_gpu_nothing_fails_and_one_line_says_so(without: list[str]) -> None:
+def test_kit_without_a_gpu_skips_all_with_one_line(without: list[str]) -> None:
     ran = run(without=without)
     assert ran.returncode == 0, ran.stderr
     (line,) = ran.stdout.splitlines()
@@ -54,13 +54,13 @@ def test_without_a_gpu_nothing_fails_and_one_line_says_so(without: list[str]) ->
     assert ("torch is not installed" if "torch" in without else "no CUDA device") in line
 
 
-def test_packages_that_are_missing_are_named() -> None:
+def test_missing_packages_are_named() -> None:
     ran = run("--device", "cpu", without=["blake3", "msgspec"])
     assert ran.returncode == 2
     assert "pip install msgspec blake3`" in ran.stderr
 
 
-def test_it_needs_no_vllm() -> None:
+def test_kit_runs_without_vllm() -> None:
     ran = run("--device", "cpu", without=["vllm", "pytest", "transformers"])
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert " 0 FAILED" in ran.stdout
@@ -71,7 +71,7 @@ def test_it_needs_no_vllm() -> None:
 
 
 class StandInBench(Bench):
-    """A bench with a device that is always busy."""
+    """A bench whose device is always busy."""
 
     def __init__(self, gpu: Gpu, root: Path) -> None:
         super().__init__(torch.device("cpu"), root)
@@ -81,12 +81,12 @@ class StandInBench(Bench):
         self._gpu.finish()
 
 
-# All are played on a plain CPU above.
+# The test above plays all of them on a plain CPU.
 GATE = [CHECKS[0], kv.CHECKS[0]]
 
 
 @pytest.mark.parametrize("check", gate_tries_only(GATE, CHECKS))
-def test_checks_pass_with_a_cpu_that_is_taken_for_a_gpu(
+def test_checks_pass_on_a_cpu_standing_in_for_a_gpu(
     check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = play(check, StandInBench(stand_in(monkeypatch, is_busy=True), tmp_path))
@@ -96,7 +96,7 @@ def test_checks_pass_with_a_cpu_that_is_taken_for_a_gpu(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_layouts_are_vllms(dtype: torch.dtype) -> None:
+def test_cache_layouts_equal_vllms(dtype: torch.dtype) -> None:
     assert [each.name for each in KVCacheLayout] == list(LAYOUTS)
     spec = FullAttentionSpec(
         block_size=SMALL.block_tokens,
@@ -121,11 +121,11 @@ def test_layouts_are_vllms(dtype: torch.dtype) -> None:
         assert distances == {each.storage_offset() - theirs[0].storage_offset() for each in theirs}
 
 
-# --- what only a GPU has, with a driver that is played ---
+# --- features of a GPU, with a simulated driver ---
 
 
 class Cuda:
-    """As much of torch.cuda as the kit itself uses; the device works until somebody waits."""
+    """The part of torch.cuda that the kit uses; the device works until a call waits for it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_working = False
@@ -143,7 +143,9 @@ class Cuda:
         self.mode = mode
 
 
-def test_a_hook_that_waits_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hook_that_waits_for_the_device_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     cuda = Cuda(monkeypatch)
     bench = Bench(torch.device("cuda:0"), tmp_path)
     warm_up, watched = bench.rounds()
@@ -178,7 +180,7 @@ def test_pinned_memory_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pinned.num_bytes == 100
 
 
-def test_a_result_says_what_came_of_a_check(tmp_path: Path) -> None:
+def test_result_describes_the_outcome_of_a_check(tmp_path: Path) -> None:
     def fails(bench: Bench) -> None:
         bench.notes.append("seen")
         raise ValueError("why")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fault proxy in front of real servers: what the client, and the server, get to see."""
+"""The fault proxy in front of real servers: the effects on client and server."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ FAR = 3600.0
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Answers every GET with BODY and remembers every PUT."""
+    """Responds to every GET with BODY, and records every PUT."""
 
     def __init__(self) -> None:
         super().__init__((LOOPBACK, 0), Exchange)
@@ -116,10 +116,10 @@ def ask(
         return answer.status, answer.read()
 
 
-def test_every_message_passes_as_it_is(
+def test_messages_pass_unchanged_without_a_fault(
     client: http.client.HTTPConnection, server: Server, proxy: FaultProxy
 ) -> None:
-    """One after the other on one connection, however a body's end is marked."""
+    """Requests follow each other on one connection, with any way to mark a body's end."""
     for target in ("/object", "/chunked", "/object"):
         assert ask(client, "GET", target) == (200, BODY)
     assert ask(client, "HEAD") == (200, b"")
@@ -130,9 +130,7 @@ def test_every_message_passes_as_it_is(
     assert proxy.num_hits == 0
 
 
-def test_a_client_that_waits_for_100_continue_gets_it(
-    client: http.client.HTTPConnection, server: Server
-) -> None:
+def test_client_gets_100_continue(client: http.client.HTTPConnection, server: Server) -> None:
     client.putrequest("PUT", "/object")
     client.putheader("Content-Length", str(len(BODY)))
     client.putheader("Expect", "100-continue")
@@ -145,7 +143,7 @@ def test_a_client_that_waits_for_100_continue_gets_it(
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "HEAD"])
-def test_an_answer_of_the_proxys_own_never_reaches_the_server(
+def test_answer_fault_does_not_reach_the_server(
     client: http.client.HTTPConnection, proxy: FaultProxy, server: Server, method: Method
 ) -> None:
     body = BODY if method == "PUT" else None
@@ -161,7 +159,7 @@ def test_an_answer_of_the_proxys_own_never_reaches_the_server(
     assert server.asked == [method]
 
 
-def test_a_fault_meets_only_what_it_is_meant_for(
+def test_fault_affects_only_the_selected_requests(
     client: http.client.HTTPConnection, proxy: FaultProxy
 ) -> None:
     proxy.fail(Fault.answer(404), on="GET", key="/poor")
@@ -175,7 +173,7 @@ def test_a_fault_meets_only_what_it_is_meant_for(
     assert proxy.num_hits == 2
 
 
-def test_a_slow_answer_comes_after_its_time_and_at_once_when_healed(
+def test_slow_fault_delays_a_response_until_healed(
     client: http.client.HTTPConnection, proxy: FaultProxy, server: Server
 ) -> None:
     proxy.fail(Fault.slow(0.01))
@@ -183,7 +181,7 @@ def test_a_slow_answer_comes_after_its_time_and_at_once_when_healed(
     proxy.fail(Fault.slow(FAR))
     client.request("GET", "/object")
     proxy.wait_hit(2, 20)
-    assert server.asked == ["GET", "GET"]  # it has done its work already
+    assert server.asked == ["GET", "GET"]  # it has received both requests
     client.sock.settimeout(0.1)
     with pytest.raises(TimeoutError):
         client.sock.recv(1)
@@ -193,7 +191,7 @@ def test_a_slow_answer_comes_after_its_time_and_at_once_when_healed(
         assert answer.read() == BODY
 
 
-def test_a_cut_body_ends_short_of_its_true_length(
+def test_cut_fault_truncates_the_response_body(
     client: http.client.HTTPConnection, proxy: FaultProxy
 ) -> None:
     proxy.fail(Fault.cut(100_000), on="GET")
@@ -206,7 +204,7 @@ def test_a_cut_body_ends_short_of_its_true_length(
     assert ask(client, "PUT", "/object", BODY)[0] == 201
 
 
-def test_a_body_that_ends_before_the_fault_is_left_alone(
+def test_body_shorter_than_the_fault_offset_is_unchanged(
     client: http.client.HTTPConnection, proxy: FaultProxy
 ) -> None:
     proxy.fail(Fault.cut(len(BODY)))
@@ -214,7 +212,7 @@ def test_a_body_that_ends_before_the_fault_is_left_alone(
     assert proxy.num_hits == 0
 
 
-def test_a_cut_upload_reaches_the_server_short(
+def test_cut_fault_truncates_an_upload(
     client: http.client.HTTPConnection, proxy: FaultProxy, server: Server
 ) -> None:
     proxy.fail(Fault.cut(1000, "upload"), on="PUT")
@@ -224,7 +222,7 @@ def test_a_cut_upload_reaches_the_server_short(
     assert server.taken == BODY[:1000]
 
 
-def test_a_reset_is_seen_as_one_on_both_sides(
+def test_reset_fault_resets_the_connection_on_both_sides(
     client: http.client.HTTPConnection, proxy: FaultProxy, server: Server
 ) -> None:
     proxy.fail(Fault.reset(1000), on="GET")
@@ -239,7 +237,7 @@ def test_a_reset_is_seen_as_one_on_both_sides(
     assert server.taken == b"reset"
 
 
-def test_a_stalled_body_goes_on_when_healed(
+def test_stalled_response_continues_when_healed(
     client: http.client.HTTPConnection, proxy: FaultProxy
 ) -> None:
     proxy.fail(Fault.stall(1000), on="GET")
@@ -254,7 +252,7 @@ def test_a_stalled_body_goes_on_when_healed(
         assert answer.read() == BODY[1000:]
 
 
-def test_a_stalled_upload_is_lost_when_disconnected(
+def test_stalled_upload_is_lost_when_disconnected(
     client: http.client.HTTPConnection, proxy: FaultProxy, server: Server
 ) -> None:
     proxy.fail(Fault.stall(1000, "upload"), on="PUT")
@@ -270,7 +268,7 @@ def test_a_stalled_upload_is_lost_when_disconnected(
     assert server.taken == BODY
 
 
-def test_one_bit_is_flipped_in_an_answer_or_an_upload(
+def test_flip_fault_changes_one_bit(
     client: http.client.HTTPConnection, proxy: FaultProxy, server: Server
 ) -> None:
     proxy.fail(Fault.flip(70_001), on="GET")
@@ -282,7 +280,7 @@ def test_one_bit_is_flipped_in_an_answer_or_an_upload(
         assert wrong == [(place, 1)]
 
 
-def test_refusing_ends_open_connections_too_until_healed(
+def test_refuse_fault_closes_and_refuses_connections_until_healed(
     client: http.client.HTTPConnection, proxy: FaultProxy
 ) -> None:
     ask(client)
@@ -299,7 +297,7 @@ def test_refusing_ends_open_connections_too_until_healed(
         proxy.fail(Fault.refuse(), on="GET")
 
 
-def test_without_a_server_the_client_is_cut_off(server: Server) -> None:
+def test_proxy_without_a_server_resets_the_client(server: Server) -> None:
     server.server_close()
     with FaultProxy(LOOPBACK, server.server_port) as proxy:
         client = connect(proxy)
@@ -308,7 +306,7 @@ def test_without_a_server_the_client_is_cut_off(server: Server) -> None:
         client.close()
 
 
-def test_waiting_for_what_does_not_come_ends(proxy: FaultProxy) -> None:
+def test_wait_hit_times_out(proxy: FaultProxy) -> None:
     with pytest.raises(TimeoutError, match="0 requests met a fault, not 1"):
         proxy.wait_hit(1, 0.01)
 
@@ -329,7 +327,7 @@ def s3(proxy: FaultProxy) -> S3Store:
 
 
 @pytest.mark.s3
-def test_an_s3_client_sees_each_fault_for_what_it_is(seaweed: SeaweedFS) -> None:
+def test_s3_client_gets_the_matching_error_for_each_fault(seaweed: SeaweedFS) -> None:
     with FaultProxy(LOOPBACK, seaweed.port.number) as proxy:
         store = s3(proxy)
         store.put("one", BODY)
@@ -361,7 +359,7 @@ def test_an_s3_client_sees_each_fault_for_what_it_is(seaweed: SeaweedFS) -> None
 
 
 def read_once_it_can(store: S3Store) -> bytes:
-    """The object, as soon as the parts of a server that was just started know of each other."""
+    """Return the object once all parts of a newly started server are connected."""
     found = []
 
     def is_found() -> bool:
@@ -374,7 +372,7 @@ def read_once_it_can(store: S3Store) -> bytes:
 
 
 @pytest.mark.s3
-def test_a_killed_s3_server_starts_again_with_what_it_had(tmp_path: Path) -> None:
+def test_killed_s3_server_keeps_its_objects(tmp_path: Path) -> None:
     with SeaweedFS(tmp_path) as server, FaultProxy(LOOPBACK, server.port.number) as proxy:
         store = s3(proxy)
         store.put("one", BODY)
@@ -395,8 +393,8 @@ def test_a_killed_s3_server_starts_again_with_what_it_had(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("num_turns", range(4))
-def test_leaving_the_proxy_ends_what_it_is_accepting(server: Server, num_turns: int) -> None:
-    """However far a connection is. pytest fails a test for what was forgotten."""
+def test_closing_the_proxy_ends_connections_being_accepted(server: Server, num_turns: int) -> None:
+    """The proxy is left at different stages; pytest fails tests that leak tasks or sockets."""
     with FaultProxy(LOOPBACK, server.server_port) as proxy:
         clients = [connect(proxy) for _ in range(20)]
         for client in clients:

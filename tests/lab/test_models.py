@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small models are checkpoints that transformers loads, and their answers mean something."""
+"""transformers loads the small models, and their answers depend on the input."""
 
 import base64
 import io
@@ -20,13 +20,13 @@ from lab.servers import openai_client as client
 from tests.conftest import CACHE
 from tests.nightly import gate_tries_only
 
-# Of each kind one; engine tests of the gate use others besides.
+# One of each kind; the gate's engine tests use others, too.
 GATE = ("qwen2", "qwen2-audio", "qwen2.5-vl")
 families = pytest.mark.parametrize("family", gate_tries_only(GATE, sorted(FAMILIES)))
 
 
 @families
-def test_the_same_seed_makes_the_same_files(family: str, tmp_path: Path) -> None:
+def test_same_seed_makes_the_same_model_files(family: str, tmp_path: Path) -> None:
     kept = model_cache.model(CACHE / "models", family)
     again = FAMILIES[family](tmp_path / "again", 0)
     other = FAMILIES[family](tmp_path / "other", 1)
@@ -42,7 +42,7 @@ def test_the_same_seed_makes_the_same_files(family: str, tmp_path: Path) -> None
 
 
 @families
-def test_transformers_answers_and_the_answer_depends_on_what_is_shown(family: str) -> None:
+def test_answer_of_transformers_depends_on_the_media(family: str) -> None:
     answers = Answers(model_cache.model(CACHE / "models", family))
     show = SHOW.get(family, Answers.picture).__get__(answers)
     told = [show("What is this?", seed) for seed in (1, 2, 3)]
@@ -51,7 +51,7 @@ def test_transformers_answers_and_the_answer_depends_on_what_is_shown(family: st
 
 
 class Answers:
-    """A model in this process, asked with greedy decoding."""
+    """A model in this process, with greedy decoding."""
 
     def __init__(self, path: Path) -> None:
         is_text = "text_config" not in json.loads((path / "config.json").read_text())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters are read, and pictures, videos and sounds made, as the demo and the tests need them."""
+"""The client reads counters, and makes images, videos and sounds for the demo and the tests."""
 
 import base64
 import io
@@ -24,7 +24,7 @@ process_open_fds 21.0
 """
 
 
-def test_counters_are_summed_over_engines_and_kept_apart_by_event() -> None:
+def test_counters_are_summed_over_engines_by_event() -> None:
     assert read_counters(PAGE) == {
         ("ecshare_items_total", "encoded"): 5,
         ("ecshare_items_total", "loaded"): 1,
@@ -33,18 +33,18 @@ def test_counters_are_summed_over_engines_and_kept_apart_by_event() -> None:
     }
 
 
-def test_every_seed_is_another_picture_and_always_the_same() -> None:
+def test_images_differ_by_seed_and_are_reproducible() -> None:
     assert len({picture(seed) for seed in range(20)}) == 20
     assert picture(3) == picture(3)
 
 
-def test_every_seed_is_another_video_and_another_sound() -> None:
+def test_videos_and_sounds_differ_by_seed_and_are_reproducible() -> None:
     assert len({video(seed) for seed in range(20)}) == 20
     assert len({sound(seed) for seed in range(20)}) == 20
     assert (video(3), sound(3)) == (video(3), sound(3))
 
 
-def test_a_video_has_the_frames_and_the_speed_asked_for(tmp_path: Path) -> None:
+def test_video_has_the_requested_frames_and_speed(tmp_path: Path) -> None:
     path = tmp_path / "film.mp4"
     url = video(1, frames_per_s=3, frames=5, size=56)
     path.write_bytes(base64.b64decode(url.partition("base64,")[2]))
@@ -57,7 +57,7 @@ def test_a_video_has_the_frames_and_the_speed_asked_for(tmp_path: Path) -> None:
     assert abs(shown[0][:, :, ::-1].astype(int) - drawn).mean() < 10, "colours are lost"
 
 
-def test_a_sound_lasts_as_long_as_asked_for() -> None:
+def test_sound_has_the_requested_length() -> None:
     wav = base64.b64decode(sound(1, seconds=0.5).partition("base64,")[2])
     samples, rate = soundfile.read(io.BytesIO(wav))
     assert len(samples) == rate / 2
@@ -65,12 +65,12 @@ def test_a_sound_lasts_as_long_as_asked_for() -> None:
 
 
 @pytest.mark.parametrize("size", [56, 448])
-def test_a_picture_has_the_size_asked_for(size: int) -> None:
+def test_image_has_the_requested_size(size: int) -> None:
     png = base64.b64decode(picture(1, size).partition(",")[2])
     assert Image.open(io.BytesIO(png)).size == (size, size)
 
 
-def test_a_question_asks_for_tokens_greedily() -> None:
+def test_question_requests_greedy_token_ids() -> None:
     body = question("What?", ["data:a", "data:b"], max_tokens=3)
     assert [part["type"] for part in body["messages"][0]["content"]] == [
         *("image_url", "image_url", "text")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers come up, go down, and say where to look when they do not."""
+"""Start, stop and pause of servers, and errors that name the log."""
 
 import socket
 import sys
@@ -37,7 +37,7 @@ class Program(Server):
         return {"SAID": "here I am"}
 
 
-def test_it_serves_inside_the_block_and_is_gone_after_it(tmp_path: Path) -> None:
+def test_server_runs_exactly_during_its_block(tmp_path: Path) -> None:
     with Program(ANSWERING, tmp_path) as server:
         with urllib.request.urlopen(server.base_url) as reply:
             assert reply.read() == b"here I am"
@@ -60,7 +60,7 @@ http.server.HTTPServer""".strip(),
 )
 
 
-def test_a_busy_server_stands_still_once_it_is_paused(tmp_path: Path) -> None:
+def test_paused_server_uses_no_cpu_time(tmp_path: Path) -> None:
     with Program(BUSY, tmp_path) as server:
         for _ in range(20):
             server.pause()
@@ -72,19 +72,19 @@ def test_a_busy_server_stands_still_once_it_is_paused(tmp_path: Path) -> None:
 
 
 def cpu_s(server: Server) -> list[str]:
-    """What its threads have used of the CPU, in the kernel's finest words."""
+    """Return the CPU time of all its threads, at the kernel's finest resolution."""
     threads = (each for id in server.processes() for each in Path(f"/proc/{id}/task").iterdir())
     return sorted((thread / "schedstat").read_text() for thread in threads)
 
 
-def test_it_starts_again_on_the_same_port(tmp_path: Path) -> None:
+def test_server_restarts_on_the_same_port(tmp_path: Path) -> None:
     server = Program(ANSWERING, tmp_path)
     for _ in range(2):
         with server:
             urllib.request.urlopen(server.base_url).close()
 
 
-def test_one_that_ends_while_starting_is_quoted_and_its_log_named(tmp_path: Path) -> None:
+def test_server_that_exits_at_start_raises_with_its_log(tmp_path: Path) -> None:
     server = Program("raise SystemExit('no room in the ark')", tmp_path)
     with pytest.raises(ServerFailed) as failed, server:
         pass
@@ -93,7 +93,7 @@ def test_one_that_ends_while_starting_is_quoted_and_its_log_named(tmp_path: Path
     assert str(server.log_path) in str(failed.value)
 
 
-def test_one_that_never_answers_is_stopped(tmp_path: Path) -> None:
+def test_server_that_is_never_ready_is_stopped(tmp_path: Path) -> None:
     server = Program("import time; time.sleep(600)", tmp_path)
     server.ready_within_s = 0.0
     with pytest.raises(ServerFailed, match="program was not ready within 0 s"), server:
@@ -101,7 +101,7 @@ def test_one_that_never_answers_is_stopped(tmp_path: Path) -> None:
     assert not server.is_running()
 
 
-def test_a_port_is_kept_for_one_server_and_free_for_it() -> None:
+def test_held_port_is_free_only_for_a_server() -> None:
     held = Port()
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind((LOOPBACK, held.number))  # without SO_REUSEADDR, as a client asks
@@ -112,7 +112,7 @@ def test_a_port_is_kept_for_one_server_and_free_for_it() -> None:
         other.bind((LOOPBACK, held.number))
 
 
-def test_a_program_is_found_beside_python_and_its_absence_explained() -> None:
+def test_program_is_found_beside_python_or_a_fix_is_named() -> None:
     assert Path(program("ruff")).parent == Path(sys.executable).parent
     with pytest.raises(FileNotFoundError, match=r"pip install \S+ \(ecshare's extra \[dev\]\)"):
         program("no-such-program")

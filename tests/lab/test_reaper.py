@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing outlives the guard, whatever it did to get away."""
+"""No process outlives the guard, not even a daemon or one that ignores signals."""
 
 import signal
 import subprocess
@@ -10,8 +10,8 @@ import pytest
 from lab.servers.proc import is_there
 from lab.servers.processes import REAPER
 
-# A command that starts a grandchild in a session of its own, as daemons do, says who they are, and
-# waits. Both ignore what is named.
+# A command that starts a grandchild in its own session, as daemons do, prints both process ids, and
+# waits. Both ignore the named signals.
 STUBBORN = """
 import os, signal, subprocess, sys, time
 for name in sys.argv[1:]:
@@ -39,7 +39,7 @@ def start_stubborn(*ignored: str, grace_s: float = 0.0) -> tuple[subprocess.Pope
 
 
 def finish(guard: subprocess.Popen[str]) -> int:
-    """Its exit status; end of file on its output means that every process that had it is gone."""
+    """Return its exit status; end of file on its output means that all its processes are gone."""
     assert guard.stdin is not None
     assert guard.stdout is not None
     with guard.stdin, guard.stdout:
@@ -49,14 +49,14 @@ def finish(guard: subprocess.Popen[str]) -> int:
 
 
 @pytest.mark.parametrize("ignored", [(), ("SIGTERM",)], ids=["docile", "deaf to SIGTERM"])
-def test_end_of_file_ends_the_command_and_its_grandchild(ignored: tuple[str, ...]) -> None:
+def test_end_of_stdin_ends_the_command_and_its_grandchild(ignored: tuple[str, ...]) -> None:
     guard, processes = start_stubborn(*ignored)
     assert len([each for each in processes if is_there(each)]) == 2
     assert finish(guard) == 128 + (signal.SIGKILL if ignored else signal.SIGTERM)
     assert not any(map(is_there, processes))
 
 
-def test_sigterm_ends_all_as_well() -> None:
+def test_sigterm_ends_command_and_grandchild() -> None:
     guard, processes = start_stubborn()
     guard.send_signal(signal.SIGTERM)
     assert guard.wait() == 128 + signal.SIGTERM
@@ -64,8 +64,8 @@ def test_sigterm_ends_all_as_well() -> None:
     finish(guard)
 
 
-def test_all_ends_when_the_starter_is_killed() -> None:
-    """The starter has no last words: the kernel closes its end of the pipe."""
+def test_killed_starter_ends_command_and_grandchild() -> None:
+    """The starter cannot react: the kernel closes its end of the pipe."""
     program = (
         "import subprocess, sys, time; "
         "subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE); time.sleep(600)"
@@ -82,7 +82,7 @@ def test_all_ends_when_the_starter_is_killed() -> None:
     assert not any(map(is_there, processes))
 
 
-def test_the_command_goes_too_when_the_guard_itself_is_killed() -> None:
+def test_killed_guard_ends_its_command() -> None:
     guard = guarded(sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)")
     assert guard.stdout is not None
     assert guard.stdout.readline() == "up\n"
@@ -91,19 +91,19 @@ def test_the_command_goes_too_when_the_guard_itself_is_killed() -> None:
 
 
 @pytest.mark.parametrize("status", [0, 3])
-def test_it_passes_on_the_status_of_a_command_that_ends_by_itself(status: int) -> None:
+def test_guard_returns_the_status_of_its_command(status: int) -> None:
     assert finish_alone(guarded(sys.executable, "-c", f"raise SystemExit({status})")) == status
 
 
 def finish_alone(guard: subprocess.Popen[str]) -> int:
-    """Its exit status without telling it to end."""
+    """Wait for its exit without ending it; return its status."""
     assert guard.stdin is not None
     assert guard.stdout is not None
     with guard.stdin, guard.stdout:
         return guard.wait()
 
 
-def test_a_command_that_is_given_time_ends_in_order() -> None:
+def test_command_with_a_grace_period_exits_by_itself() -> None:
     program = (
         "import signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that compute nothing, and the client that asks them."""
+"""Engines that compute nothing, and the client for them."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ WITHIN_S = 30.0
         ("decode", "choices"),
     ],
 )
-async def test_each_stage_answers_as_it_should(stage: str, field: str, tmp_path: Path) -> None:
+async def test_each_stage_responds_with_its_field(stage: str, field: str, tmp_path: Path) -> None:
     requests = Requests(300_000)
     with StandIn("engine", tmp_path, stage) as engine:
         client = Client(engine.port.number)
@@ -37,7 +37,7 @@ async def test_each_stage_answers_as_it_should(stage: str, field: str, tmp_path:
         client.close()
 
 
-async def test_a_stream_is_held_until_all_are_let_go(tmp_path: Path) -> None:
+async def test_held_stream_ends_after_release(tmp_path: Path) -> None:
     options = ("--holds", "--tokens=2", "--chars=4")
     with StandIn("engine", tmp_path, "decode", options) as engine:
         client, begun = Client(engine.port.number), asyncio.Event()
@@ -52,7 +52,7 @@ async def test_a_stream_is_held_until_all_are_let_go(tmp_path: Path) -> None:
         client.close()
 
 
-async def test_what_a_killed_engine_had_is_lost_and_it_can_come_back(tmp_path: Path) -> None:
+async def test_killed_engine_loses_its_requests_and_can_restart(tmp_path: Path) -> None:
     with StandIn("engine", tmp_path, "decode", ("--holds",)) as engine:
         client, begun = Client(engine.port.number), asyncio.Event()
         message = Requests(10).next(NEW, streams=True)

@@ -17,7 +17,7 @@ HOST = "127.0.0.1"
 
 @pytest.fixture
 def echo_port() -> Iterator[int]:
-    """A server that sends back what it gets, and closes after the client did."""
+    """Start a server that echoes, and closes after the client did."""
     server = socket.create_server((HOST, 0))
 
     def echo(connection: socket.socket) -> None:
@@ -49,7 +49,7 @@ def read_to_end(connection: socket.socket) -> bytes:
     return b"".join(iter(lambda: connection.recv(1 << 20), b""))
 
 
-def test_every_byte_and_the_end_pass_both_ways(echo_port: int) -> None:
+def test_all_bytes_and_end_of_stream_pass_both_ways(echo_port: int) -> None:
     sent = bytes(range(256)) * (1 << 14)
     with Proxy(HOST, echo_port, round_trip_s=0.01) as proxy, connect(proxy) as client:
 
@@ -63,10 +63,10 @@ def test_every_byte_and_the_end_pass_both_ways(echo_port: int) -> None:
         sender.join()
 
 
-def test_what_waits_for_its_reader_outlives_the_other_end(echo_port: int) -> None:
+def test_buffered_bytes_are_delivered_after_the_sender_closed(echo_port: int) -> None:
     sent = bytes(1 << 20)
     with Proxy(HOST, echo_port) as proxy, socket.socket() as client:
-        # The system takes little at once: the rest waits in the proxy.
+        # Small socket buffers make the rest wait in the proxy.
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect((HOST, proxy.port))
         client.sendall(sent[:1])
@@ -79,9 +79,9 @@ def test_what_waits_for_its_reader_outlives_the_other_end(echo_port: int) -> Non
         assert len(read_to_end(client)) == len(sent)
 
 
-def test_each_round_trip_takes_its_time(echo_port: int) -> None:
+def test_each_round_trip_takes_round_trip_s(echo_port: int) -> None:
     with Proxy(HOST, echo_port, round_trip_s=0.1) as proxy, connect(proxy) as client:
-        for least_s in (0.2, 0.1):  # the first after a connect waits for the handshake too
+        for least_s in (0.2, 0.1):  # the first one after a connect includes the handshake
             started_s = time.monotonic()
             client.sendall(b"ping")
             assert client.recv(4) == b"ping"
@@ -89,7 +89,7 @@ def test_each_round_trip_takes_its_time(echo_port: int) -> None:
             assert time.monotonic() - started_s > least_s - 0.001
 
 
-def test_a_connection_is_as_fast_as_its_link(echo_port: int) -> None:
+def test_connection_is_limited_to_bytes_per_s(echo_port: int) -> None:
     sent = bytes(400_000)
     with (
         Proxy(HOST, echo_port, bytes_per_s=2e6) as proxy,
@@ -106,7 +106,7 @@ def test_a_connection_is_as_fast_as_its_link(echo_port: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [Proxy, ProxyProcess])
-def test_a_stalled_proxy_takes_bytes_and_keeps_them_until_it_is_resumed(
+def test_stalled_proxy_keeps_bytes_until_resumed(
     echo_port: int, kind: type[Proxy] | type[ProxyProcess]
 ) -> None:
     with kind(HOST, echo_port) as proxy, connect(proxy) as old:
@@ -125,14 +125,14 @@ def test_a_stalled_proxy_takes_bytes_and_keeps_them_until_it_is_resumed(
                 assert client.recv(6) == b"during"
 
 
-def test_without_a_server_the_client_is_cut_off() -> None:
+def test_proxy_without_a_server_closes_the_client() -> None:
     with socket.create_server((HOST, 0)) as closed:
         port = closed.getsockname()[1]
     with Proxy(HOST, port) as proxy, connect(proxy) as client:
         assert client.recv(1) == b""
 
 
-def test_leaving_the_proxy_cuts_its_connections(echo_port: int) -> None:
+def test_closing_the_proxy_closes_its_connections(echo_port: int) -> None:
     with Proxy(HOST, echo_port) as proxy:
         client = connect(proxy)
         client.sendall(b"x")
@@ -142,8 +142,8 @@ def test_leaving_the_proxy_cuts_its_connections(echo_port: int) -> None:
 
 
 @pytest.mark.parametrize("num_turns", range(4))
-def test_leaving_the_proxy_ends_what_it_is_opening(echo_port: int, num_turns: int) -> None:
-    """However far a connection is. pytest fails a test for what was forgotten."""
+def test_closing_the_proxy_ends_connections_being_opened(echo_port: int, num_turns: int) -> None:
+    """The proxy is left at different stages; pytest fails tests that leak tasks or sockets."""
     with Proxy(HOST, echo_port) as proxy:
         clients = [connect(proxy) for _ in range(20)]
         for _ in range(num_turns):

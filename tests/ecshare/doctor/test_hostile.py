@@ -23,15 +23,15 @@ HIDDEN = "S3CRETVALUE"
 KEY = "8f1c6e0b5a9d47233be1f0a47c5d9286e3b14f7a08c2d6599a61e7f4350bd8c2"
 
 
-# --- what lies in the store ---
+# --- hostile content of the store ---
 
 
 def hostile(n: int) -> dict[str, Any]:
-    """As many facts as are compared."""
+    """Make a manifest with as many facts as are compared at most."""
     return {f"n{m:03d}": "v" * 110 for m in range(499)} | {"n": n}
 
 
-def test_many_large_manifests_cost_little(
+def test_many_large_manifests_are_compared_in_linear_time(
     doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "store" / manifests_prefix(Kind.EC)
@@ -48,13 +48,13 @@ def test_many_large_manifests_cost_little(
     monkeypatch.setattr(manifest, "_text", counted)
     status, said = doctor("--read-only")
     assert status == 0
-    # A few of each fact; pair by pair it would be millions.
+    # A few texts a fact; comparing all pairs would make millions.
     assert num_texts < 10 * manifest.MOST_READ * 500
     assert said.count("share nothing, because of:") == contents.MAX_SHOWN
     assert "more pairs of namespaces share nothing" in said
 
 
-def test_differences_are_shown_up_to_a_limit(doctor: Doctor, tmp_path: Path) -> None:
+def test_number_of_shown_differences_is_bounded(doctor: Doctor, tmp_path: Path) -> None:
     for facts in ({f"a{n}": n for n in range(300)}, {f"b{n}": n for n in range(300)}):
         start(tmp_path, facts)
     lines = doctor("--read-only")[1].splitlines()
@@ -63,7 +63,7 @@ def test_differences_are_shown_up_to_a_limit(doctor: Doctor, tmp_path: Path) -> 
     assert any(line.strip() == "and 580 more" for line in lines)
 
 
-def test_the_nearest_differs_in_the_fewest_facts_at_any_depth() -> None:
+def test_nearest_manifest_has_the_fewest_differing_facts() -> None:
     ours = {"a": 1, "b": {"c": 1, "d": 2}, "e": []}
 
     def made(name: str, facts: dict[str, Any]) -> Manifest:
@@ -76,21 +76,21 @@ def test_the_nearest_differs_in_the_fewest_facts_at_any_depth() -> None:
     assert nearest(ours, [same, two, one, other]) is one
     assert nearest(ours, [same, two]) is two
     assert nearest(ours, [same, other]) is None
-    # One level that is called as two others are.
+    # A flat name that equals the path of a nested one.
     assert nearest({"a": {"b": 1}}, [made("", {"a.b": 1})]) is not None
     assert nearest({"a": 1}, [made("", {"a": True})]) is not None
 
 
 @pytest.mark.parametrize("modified_s", [None, 0.0, 1e300, -1e300, float("nan")])
-def test_a_manifest_of_no_known_time_is_shown(modified_s: float | None) -> None:
+def test_manifest_without_a_valid_time_is_shown(modified_s: float | None) -> None:
     finding = contents._namespace_finding(
         Kind.EC, Manifest(NAMESPACE, FACTS, modified_s), contents.NamespaceCount(), ""
     )
     assert "its manifest is " in finding.text
 
 
-async def test_counting_stops_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow road lists a million objects in many minutes."""
+async def test_counting_objects_stops_after_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow client needs many minutes to list a million objects."""
     key = object_key(Kind.EC, NAMESPACE, "x")
     seconds: Iterator[float] = iter([0.0, 1.0, 2.0, contents.MAX_COUNT_S + 1])
     closed = False
@@ -110,10 +110,10 @@ async def test_counting_stops_after_a_while(monkeypatch: pytest.MonkeyPatch) -> 
     assert closed
 
 
-def test_a_namespace_that_no_listing_told_is_asked_for_by_name(
+def test_unlisted_manifest_is_checked_by_its_key(
     doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where an odd key lies beside its manifest."""
+    """A listing may leave a manifest out, for example because of an invalid key beside it."""
     start(tmp_path, FACTS, "", object_key(Kind.EC, NAMESPACE, "picture"))
     listing = DirectoryStore.list
 
@@ -128,10 +128,10 @@ def test_a_namespace_that_no_listing_told_is_asked_for_by_name(
     assert "without a manifest" not in text
 
 
-# --- what it is given ---
+# --- hostile arguments ---
 
 
-def test_a_literal_secret_is_noted(doctor: Doctor, tmp_path: Path) -> None:
+def test_doctor_notes_a_literal_secret(doctor: Doctor, tmp_path: Path) -> None:
     (tmp_path / "key").write_text(KEY)
     (tmp_path / "key").chmod(0o600)
     status, text = doctor("--read-only", integrity_key=KEY)
@@ -164,7 +164,9 @@ def test_a_literal_secret_is_noted(doctor: Doctor, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_makes_no_sense_is_one_sentence(doctor: Doctor, argument: str, words: str) -> None:
+def test_hostile_argument_is_refused_in_one_sentence(
+    doctor: Doctor, argument: str, words: str
+) -> None:
     status, text = doctor(argument=argument)
     assert status == 2
     assert words in text.splitlines()[-1]
@@ -182,7 +184,7 @@ def test_what_makes_no_sense_is_one_sentence(doctor: Doctor, argument: str, word
         (None, "no certificates can be read"),
     ],
 )
-def test_certificates_that_are_none_are_named(
+def test_unusable_certificates_are_named(
     doctor: Doctor,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doctor and stores that are not what they should be: missing, refused, no S3, half expired."""
+"""The doctor with faulty stores: missing, refusing, not S3, or with expired manifests."""
 
 import asyncio
 import contextlib
@@ -43,7 +43,7 @@ NAMESPACE = namespace_digest(FACTS)
 
 
 def tree(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """All that is in a folder, with sizes, modes and times of the last change."""
+    """Return all paths in a folder with size, mode and modification time."""
     status = {path: path.lstat() for path in [folder, *folder.rglob("*")]}
     return {str(p): (s.st_size, s.st_mode, s.st_mtime_ns) for p, s in status.items()}
 
@@ -52,7 +52,7 @@ def tree(folder: Path) -> dict[str, tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("arguments", [(), ("--read-only",)])
-def test_a_misspelt_folder_is_said_and_not_made(
+def test_missing_folder_is_reported_and_not_created(
     doctor: Doctor, tmp_path: Path, arguments: Sequence[str]
 ) -> None:
     before = tree(tmp_path)
@@ -61,16 +61,16 @@ def test_a_misspelt_folder_is_said_and_not_made(
         assert status == 1
         folder = url.removeprefix("file://")
         assert f"PROBLEM store: there is no folder {folder}, or this user may not see it" in text
-        assert "host cache" not in text, "what comes next rests on the store"
+        assert "host cache" not in text, "later checks need the store"
     assert tree(tmp_path) == before
 
 
-# A filesystem of files that fsspec reaches, as those of servers (SFTP, SMB, ...).
+# A filesystem that fsspec reaches, as those of servers (SFTP, SMB, ...).
 OnServer = type("OnServer", (LocalFileSystem,), {"protocol": "onserver"})
 
 
 @pytest.mark.parametrize("arguments", [(), ("--read-only",)])
-def test_a_misspelt_folder_on_a_server_is_said_and_not_made(
+def test_missing_fsspec_folder_is_reported_and_not_created(
     doctor: Doctor, tmp_path: Path, arguments: Sequence[str]
 ) -> None:
     fsspec.register_implementation("onserver", OnServer, clobber=True)
@@ -85,7 +85,7 @@ def test_a_misspelt_folder_on_a_server_is_said_and_not_made(
 
 
 @pytest.mark.parametrize("has_host_cache", [False, True])
-def test_read_only_writes_nothing_at_all(
+def test_read_only_check_writes_nothing(
     doctor: Doctor,
     tmp_path: Path,
     tmp_path_factory: pytest.TempPathFactory,
@@ -108,7 +108,7 @@ def test_read_only_writes_nothing_at_all(
     assert "the first engine makes it" in text
 
 
-def test_no_host_cache_is_made_and_the_store_is_left_as_it_was(
+def test_check_creates_no_host_cache_and_leaves_the_store_unchanged(
     doctor: Doctor, tmp_path: Path
 ) -> None:
     start(tmp_path, FACTS, "", object_key(Kind.EC, NAMESPACE, "picture"))
@@ -120,13 +120,13 @@ def test_no_host_cache_is_made_and_the_store_is_left_as_it_was(
     assert f"host cache: {tmp_path}/host does not exist yet" in text
 
 
-def test_what_a_host_cache_holds_is_said(doctor: Doctor, tmp_path: Path) -> None:
+def test_size_of_the_host_cache_is_shown(doctor: Doctor, tmp_path: Path) -> None:
     (tmp_path / "host").mkdir(mode=0o700)
     (tmp_path / "host" / "entry").write_bytes(bytes(3_000_000))
     assert f"{tmp_path}/host holds 3.0 MB of at most" in doctor()[1]
 
 
-def test_a_host_cache_below_a_file_is_a_problem(doctor: Doctor, tmp_path: Path) -> None:
+def test_host_cache_below_a_file_is_a_problem(doctor: Doctor, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     status, text = doctor(host_cache_dir=f"{tmp_path}/file/host")
     assert status == 1
@@ -137,7 +137,7 @@ def test_a_host_cache_below_a_file_is_a_problem(doctor: Doctor, tmp_path: Path) 
 
 
 class Clock:
-    """Time that passes only when somebody says so."""
+    """A clock that moves only when a test moves it."""
 
     def __init__(self) -> None:
         self.s = 0.0
@@ -147,7 +147,7 @@ class Clock:
 
 
 class Slow(DirectoryStore):
-    """A folder that takes, by its clock, the next of `seconds` for each put and each get."""
+    """A folder whose puts and gets take the given seconds of a simulated clock."""
 
     def __init__(self, folder: Path, clock: Clock, puts: list[float], gets: list[float]) -> None:
         super().__init__(str(folder))
@@ -165,7 +165,7 @@ class Slow(DirectoryStore):
         self._clock.s += self._gets.pop(0)
 
 
-async def test_the_best_of_three_counts(tmp_path: Path) -> None:
+async def test_best_of_three_measurements_is_reported(tmp_path: Path) -> None:
     clock = Clock()
     store = Slow(tmp_path, clock, [0.5, 0.25, 0.375], [0.625, 0.5, 0.125])
     assert await store_check.measure(store, clock) == store_check.RoundTrip(
@@ -176,7 +176,7 @@ async def test_the_best_of_three_counts(tmp_path: Path) -> None:
     await store.close()
 
 
-async def test_a_slow_store_is_measured_once(tmp_path: Path) -> None:
+async def test_slow_store_is_measured_once(tmp_path: Path) -> None:
     clock = Clock()
     store = Slow(tmp_path, clock, [4.0, 1.0], [5.0, 1.0])
     assert await store_check.measure(store, clock) == store_check.RoundTrip(1, 4.0, 5.0, True, True)
@@ -188,7 +188,7 @@ GIVE_UP_S = 20.0
 
 
 class Hung(DirectoryStore):
-    """A folder of which nothing is read, and nothing is removed."""
+    """A folder whose reads and removals hang."""
 
     async def get(self, key: Key, sink: Sink) -> None:
         await asyncio.Event().wait()
@@ -197,7 +197,7 @@ class Hung(DirectoryStore):
         await asyncio.Event().wait()
 
 
-async def test_a_store_that_does_not_answer_is_said_in_time(tmp_path: Path) -> None:
+async def test_hanging_store_is_reported_after_io_timeout_s(tmp_path: Path) -> None:
     store = Hung(str(tmp_path))
     config = StoreConfig(url=str(tmp_path), io_timeout_s=0.1)
     async with asyncio.timeout(GIVE_UP_S):
@@ -208,7 +208,7 @@ async def test_a_store_that_does_not_answer_is_said_in_time(tmp_path: Path) -> N
     await store.close()
 
 
-async def test_what_is_measured_ends_though_nothing_is_removed(
+async def test_cancelled_measurement_ends_although_removal_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_check, "_MAX_MEASURE_S", 0.1)
@@ -221,7 +221,7 @@ async def test_what_is_measured_ends_though_nothing_is_removed(
     await store.close()
 
 
-def test_figures_say_how_many_rounds_they_are_the_best_of(doctor: Doctor) -> None:
+def test_throughput_line_shows_the_number_of_rounds(doctor: Doctor) -> None:
     assert re.search(r"put [\d,]+, get [\d,]+ MB/s \(best of [123]\)", doctor()[1])
 
 
@@ -238,7 +238,7 @@ PLAIN = {
 
 @contextmanager
 def http_server(answer: Answer, **headers: str) -> Iterator[str]:
-    """An HTTP server that gives everybody the same answer, with these headers too; its url."""
+    """Serve the same response with these headers to all requests; yield the server's url."""
     status, content_type, body = answer
 
     class Handler(BaseHTTPRequestHandler):
@@ -280,7 +280,7 @@ CLIENTS = {"obstore": {}, "s3fs": {"config_kwargs": {"max_pool_connections": 7}}
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("arguments", [(), ("--read-only",)])
 @pytest.mark.parametrize("name", PLAIN)
-def test_an_http_server_that_is_no_s3_server_is_named(
+def test_http_server_that_is_not_s3_is_named(
     doctor: Doctor, name: str, arguments: Sequence[str], client: str
 ) -> None:
     with http_server(PLAIN[name]) as url:
@@ -293,11 +293,11 @@ def test_an_http_server_that_is_no_s3_server_is_named(
     (problem,) = problems(text)
     assert problem.startswith(f"store: {url} is an HTTP server, but it answers {code} ")
     assert f"with {content_type}: it is not an S3 server; set endpoint_url" in problem
-    assert "ok      store" not in text, "it is found out before anything else is said"
+    assert "ok      store" not in text, "this is the first finding"
 
 
-def test_a_server_that_speaks_no_http_is_named(doctor: Doctor) -> None:
-    """As SSH's, on a port that somebody took for S3's."""
+def test_server_that_is_not_http_is_named(doctor: Doctor) -> None:
+    """For example SSH, on a port that was taken for S3's."""
     with socket.create_server((LOOPBACK, 0)) as listening:
 
         def greet() -> None:
@@ -319,7 +319,7 @@ def test_a_server_that_speaks_no_http_is_named(doctor: Doctor) -> None:
     assert problem.startswith(f"store: {url} answers, but not with HTTP: it is not an S3 server")
 
 
-def test_a_redirect_is_named_and_not_followed(doctor: Doctor) -> None:
+def test_redirect_is_named_and_not_followed(doctor: Doctor) -> None:
     with (
         http_server(PLAIN["page"]) as elsewhere,
         http_server((302, "text/plain", b""), Location=elsewhere) as url,
@@ -331,7 +331,7 @@ def test_a_redirect_is_named_and_not_followed(doctor: Doctor) -> None:
     assert problem.startswith(f"store: {url} is an HTTP server, but it answers 302 ")
 
 
-def test_a_server_that_is_not_well_is_asked_after(doctor: Doctor) -> None:
+def test_bad_gateway_asks_if_the_s3_server_is_up(doctor: Doctor) -> None:
     with http_server((502, "text/html", b"<html>bad gateway</html>")) as url:
         storage = {"key": "a", "secret": "b", "endpoint_url": url}
         status, text = doctor(url="s3://bucket/x", storage_options=storage)
@@ -342,7 +342,7 @@ def test_a_server_that_is_not_well_is_asked_after(doctor: Doctor) -> None:
 
 
 @pytest.mark.parametrize("answer", [(409, "OperationAborted"), (412, "PreconditionFailed")])
-def test_a_store_in_conflict_is_a_sentence(doctor: Doctor, answer: tuple[int, str]) -> None:
+def test_conflict_response_is_one_sentence(doctor: Doctor, answer: tuple[int, str]) -> None:
     status, code = answer
     body = f"<Error><Code>{code}</Code><Message>Try again.</Message></Error>".encode()
     with http_server((status, "application/xml", body)) as url:
@@ -353,7 +353,7 @@ def test_a_store_in_conflict_is_a_sentence(doctor: Doctor, answer: tuple[int, st
     assert f"the store at {url} answered {status} {code}: Try again." in problem
 
 
-def test_the_region_of_the_bucket_is_named(doctor: Doctor) -> None:
+def test_region_of_the_bucket_is_named(doctor: Doctor) -> None:
     with http_server((301, "text/plain", b""), x_amz_bucket_region="eu-north-1") as url:
         storage = {"key": "a", "secret": "b", "endpoint_url": url}
         status, text = doctor(url="s3://bucket/x", storage_options=storage)
@@ -362,7 +362,7 @@ def test_the_region_of_the_bucket_is_named(doctor: Doctor) -> None:
     assert "the bucket is in the region eu-north-1, and us-east-1 was asked" in problem
 
 
-def test_words_of_a_hostile_server_do_not_reach_the_terminal(doctor: Doctor) -> None:
+def test_text_of_a_hostile_server_is_escaped(doctor: Doctor) -> None:
     body = (
         b'<?xml version="1.0"?><Error><Code>AccessDenied</Code>'
         b"<Message>\x1b[2Jok      store: fine" + b"x" * 5000 + b"</Message></Error>"
@@ -378,7 +378,7 @@ def test_words_of_a_hostile_server_do_not_reach_the_terminal(doctor: Doctor) -> 
 
 
 @pytest.mark.parametrize(("body", "headers"), [("<Error></Error>", {}), ("", {"x_amz_id_2": "1"})])
-def test_a_refusal_without_words_is_not_quoted_raw(
+def test_denial_without_a_message_shows_no_client_internals(
     doctor: Doctor, body: str, headers: dict[str, str]
 ) -> None:
     class_names = re.compile("lacked|Generic S3 error|Error performing|: ;")
@@ -401,7 +401,7 @@ def test_a_refusal_without_words_is_not_quoted_raw(
         ("", {"key": "wrong"}, "does not exist in our records.*check key and secret"),
     ],
 )
-def test_what_is_wrong_with_a_bucket_is_found_first_and_said_once(
+def test_wrong_bucket_or_credentials_are_reported_once(
     doctor: Doctor,
     seaweed: SeaweedFS,
     bucket: str,
@@ -427,7 +427,7 @@ def test_what_is_wrong_with_a_bucket_is_found_first_and_said_once(
         (("POST", "DELETE"), r"but does not remove them; .* Left: doctor-[0-9a-f]{16} \("),
     ],
 )
-def test_what_a_server_does_not_let_us_do_is_named(
+def test_denied_operation_is_named(
     doctor: Doctor, seaweed: SeaweedFS, methods: Sequence[Method], words: str
 ) -> None:
     with FaultProxy(LOOPBACK, seaweed.port.number) as proxy:
@@ -440,7 +440,7 @@ def test_what_a_server_does_not_let_us_do_is_named(
     assert re.search(words, problem)
 
 
-def test_nobody_at_the_endpoint_is_said(doctor: Doctor) -> None:
+def test_refused_connection_names_the_endpoint(doctor: Doctor) -> None:
     port = Port()
     storage = {"key": "a", "secret": "b", "endpoint_url": f"http://127.0.0.1:{port.number}"}
     status, text = doctor(url="s3://bucket/x", storage_options=storage, io_timeout_s=0.5)
@@ -450,7 +450,7 @@ def test_nobody_at_the_endpoint_is_said(doctor: Doctor) -> None:
     assert f"no server answers at {storage['endpoint_url']} (Connection refused)" in problem
 
 
-# --- manifests that are gone ---
+# --- missing manifests ---
 
 
 def line(namespace: str, num_objects: int, more: str = "") -> str:
@@ -461,9 +461,7 @@ def line(namespace: str, num_objects: int, more: str = "") -> str:
 
 
 @pytest.mark.parametrize("kind", Kind)
-def test_objects_whose_manifest_is_gone_are_counted(
-    doctor: Doctor, tmp_path: Path, kind: Kind
-) -> None:
+def test_objects_without_a_manifest_are_counted(doctor: Doctor, tmp_path: Path, kind: Kind) -> None:
     keys = [object_key(kind, NAMESPACE, name) for name in ("one", "two")]
     start(tmp_path, FACTS, "", *keys, kind=kind)
     what = {Kind.EC: "embeddings", Kind.KV: "KV blocks"}[kind]
@@ -471,7 +469,7 @@ def test_objects_whose_manifest_is_gone_are_counted(
     text = doctor()[1]
     assert "without a manifest" not in text
     (tmp_path / "store" / manifest_key(kind, NAMESPACE)).unlink()
-    # What only looks like a namespace, or is no object of ours, is none.
+    # Folders that are not namespaces, and files that are not objects, do not count.
     junk = tmp_path / "store" / kind / "2"
     (junk / "not-a-namespace").mkdir()
     (junk / "not-a-namespace" / "x").write_text("x")
@@ -485,7 +483,7 @@ def test_objects_whose_manifest_is_gone_are_counted(
 
 
 @pytest.mark.s3
-def test_an_expired_manifest_in_a_bucket_is_noted(
+def test_expired_manifest_in_a_bucket_is_noted(
     doctor: Doctor, tmp_path: Path, seaweed: SeaweedFS
 ) -> None:
     url, options = f"{seaweed.url}/expired", seaweed.storage_options
@@ -502,17 +500,17 @@ def test_an_expired_manifest_in_a_bucket_is_noted(
     assert f"note    embeddings: {line(NAMESPACE, 1)}\n" in text
 
 
-def test_a_damaged_manifest_is_not_a_missing_one(doctor: Doctor, tmp_path: Path) -> None:
+def test_damaged_manifest_does_not_count_as_missing(doctor: Doctor, tmp_path: Path) -> None:
     start(tmp_path, FACTS, "", object_key(Kind.EC, NAMESPACE, "picture"))
     (tmp_path / "store" / manifest_key(Kind.EC, NAMESPACE)).write_text("{")
     status, text = doctor()
     assert status == 0
     assert "without a manifest" not in text
     assert f"note    embeddings: namespace {NAMESPACE}: its manifest is damaged;" in text
-    assert text.count("no engine that stores any has used") == 1, "of the other kind"
+    assert text.count("no engine that stores any has used") == 1, "only for the other kind"
 
 
-def test_of_very_many_manifests_those_that_are_not_shown_are_not_missed(
+def test_manifests_beyond_the_read_limit_do_not_count_as_missing(
     doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (manifest, contents):
@@ -526,7 +524,7 @@ def test_of_very_many_manifests_those_that_are_not_shown_are_not_missed(
     assert "damaged;" not in text
 
 
-def test_invented_namespaces_do_not_hold_the_doctor_up(
+def test_number_of_checked_namespaces_is_bounded(
     doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contents, "MAX_CHECKED", 2)
@@ -546,7 +544,7 @@ def test_invented_namespaces_do_not_hold_the_doctor_up(
     assert len([key for key in asked if "manifests" in key]) == 2
 
 
-def test_the_search_for_them_is_bounded(
+def test_search_for_objects_without_a_manifest_is_bounded(
     doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_objects = 3
@@ -561,7 +559,7 @@ def test_the_search_for_them_is_bounded(
     assert "only the first 2 keys were searched for objects without a manifest" in text
 
 
-def test_a_namespace_is_counted_by_itself_where_there_are_too_many(
+def test_namespaces_are_counted_one_by_one_beyond_the_limit(
     doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     many = [FACTS | {"epoch": f"{n}"} for n in range(3)]
@@ -573,7 +571,7 @@ def test_a_namespace_is_counted_by_itself_where_there_are_too_many(
         assert f"{namespace_digest(facts)}: 1 objects, 0.0 MB; its manifest is of 20" in text
 
 
-def test_many_of_them_are_not_all_named(
+def test_number_of_named_namespaces_without_a_manifest_is_bounded(
     doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contents, "MAX_SHOWN", 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the doctor is given: every form of every option, and connectors of others beside ours."""
+"""The doctor's argument: every form of every option, and foreign connectors beside ours."""
 
 import json
 import re
@@ -45,7 +45,7 @@ OWN: dict[type[StoreConfig], dict[str, Any]] = {
 
 
 def connector(name: str, kind: str = "kv", /, **extra: Any) -> dict[str, Any]:
-    """What vLLM takes as --kv-transfer-config or --ec-transfer-config."""
+    """Make a value for vLLM's --kv-transfer-config or --ec-transfer-config."""
     return {
         f"{kind}_connector": name,
         f"{kind}_role": f"{kind}_both",
@@ -111,7 +111,7 @@ FORMS = [
 
 
 @pytest.mark.parametrize(("config", "form", "path"), FORMS)
-def test_every_option_is_read_in_every_form(
+def test_every_option_is_parsed_in_every_form(
     tmp_path: Path, config: type[StoreConfig], form: Any, path: str
 ) -> None:
     said = options_of(config)
@@ -125,7 +125,7 @@ def test_every_option_is_read_in_every_form(
         assert subject.config == config(**said)
 
 
-def test_a_url_alone_is_enough() -> None:
+def test_url_alone_is_accepted() -> None:
     assert read_argument("s3://b/p") == ([(StoreConfig(url="s3://b/p"), "options")], [])
 
 
@@ -140,7 +140,7 @@ MIXED = connector(
 ) | {"kv_load_failure_policy": "recompute"}
 
 
-def test_connectors_of_others_are_named_beside_ours() -> None:
+def test_foreign_connectors_beside_ours_are_named() -> None:
     subjects, strangers = read_argument(json.dumps(MIXED))
     place = f"{KV_EXTRA}.connectors"
     assert [(each.config.url, each.path) for each in subjects] == [
@@ -154,8 +154,8 @@ def test_connectors_of_others_are_named_beside_ours() -> None:
     ]
 
 
-def test_a_multi_connector_must_compute_again_what_was_lost() -> None:
-    """The scheduler reads the outermost policy; ours below can set that of a copy only."""
+def test_multi_connector_needs_the_recompute_policy() -> None:
+    """vLLM's scheduler reads the outermost policy; our connector below can set only a copy's."""
     below = connector("MultiConnector", connectors=[connector("KVShareConnector", url="/a")])
     (conflict,) = read_argument(json.dumps({"kv_transfer_config": below}))[1]
     assert str(conflict).startswith('kv_transfer_config.kv_load_failure_policy: write "recompute"')
@@ -169,7 +169,7 @@ def test_a_multi_connector_must_compute_again_what_was_lost() -> None:
     assert read_argument(json.dumps(only_tier))[1] == []
 
 
-def test_such_a_policy_is_a_problem_for_the_doctor(doctor: Doctor, tmp_path: Path) -> None:
+def test_doctor_reports_a_missing_recompute_policy(doctor: Doctor, tmp_path: Path) -> None:
     below = connector(
         "MultiConnector",
         connectors=[
@@ -186,7 +186,7 @@ def test_such_a_policy_is_a_problem_for_the_doctor(doctor: Doctor, tmp_path: Pat
     assert doctor(argument=json.dumps(right))[0] == 0
 
 
-def test_both_configurations_of_an_engine_may_be_given_at_once() -> None:
+def test_ec_and_kv_transfer_configs_may_be_given_together() -> None:
     one, two = (connector("ECShareConnector", "ec", url="/a"), connector("Q"))
     subjects, strangers = read_argument(
         json.dumps({"ec_transfer_config": one, "kv_transfer_config": two})
@@ -285,12 +285,12 @@ OURS = "ECShareConnector, KVShareConnector, KVShareTier"
         ({"url": "/x", "locality": "LOCAL"}, "options.epoch: missing"),
     ],
 )
-def test_what_makes_no_sense_is_named_by_its_path(said: dict[str, Any], words: str) -> None:
+def test_config_error_names_the_path_of_the_wrong_option(said: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         read_argument(json.dumps(said))
 
 
-def test_deep_json_is_refused() -> None:
+def test_deeply_nested_json_is_refused() -> None:
     with pytest.raises(ConfigError, match="argument store: not JSON"):
         read_argument('{"url":' * 100_000)
 
@@ -318,7 +318,7 @@ def test_each_distinct_store_is_examined_once(doctor: Doctor, tmp_path: Path) ->
     assert f"{same}the store of {place}[1].{KV_EXTRA}" in text
 
 
-def test_a_problem_of_one_store_does_not_hide_the_others(doctor: Doctor, tmp_path: Path) -> None:
+def test_problem_of_one_store_does_not_hide_the_others(doctor: Doctor, tmp_path: Path) -> None:
     here = {"url": f"{tmp_path}/store", "host_cache_dir": f"{tmp_path}/host"}
     missing = here | {"url": f"{tmp_path}/missing"}
     children = [connector("KVShareConnector", **each) for each in (missing, here)]
@@ -332,7 +332,7 @@ def test_a_problem_of_one_store_does_not_hide_the_others(doctor: Doctor, tmp_pat
     )
 
 
-def test_somebody_elses_connector_is_wrong_usage(doctor: Doctor) -> None:
+def test_foreign_connector_alone_is_a_usage_error(doctor: Doctor) -> None:
     status, text = doctor(argument=json.dumps(connector("LMCacheConnectorV1")))
     assert status == 2
     assert "'LMCacheConnectorV1' is not ours" in text

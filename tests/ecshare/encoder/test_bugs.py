@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bug of ours in any hook: every request that can be answered is, with the right embeddings."""
+"""A hook of the connector raises: requests with pixels are still answered rightly."""
 
 import logging
 from pathlib import Path
@@ -48,7 +48,7 @@ def connector_of(engine: Engine) -> ECShareConnector:
 
 
 def must_end(with_pixels: list[Ticket], without: list[Ticket]) -> None:
-    """Whoever has pixels is answered; whoever has none may fail alone, for its client to retry."""
+    """Check that requests with pixels were answered; those without may fail and be retried."""
     assert all(ticket.is_ok for ticket in with_pixels)
     assert all(ticket.is_ok or ticket.is_failed for ticket in without)
 
@@ -56,7 +56,7 @@ def must_end(with_pixels: list[Ticket], without: list[Ticket]) -> None:
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("nth_call", gate_tries(1, 2, 4))
 @pytest.mark.parametrize(("half", "hook"), HALVES)
-def test_requests_end_with_the_right_embeddings(
+def test_requests_get_right_embeddings_although_a_hook_raises(
     subject: conformance.Subject,
     monkeypatch: pytest.MonkeyPatch,
     half: type,
@@ -88,7 +88,7 @@ def test_requests_end_with_the_right_embeddings(
 
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize(("half", "hook"), HALVES)
-def test_an_engine_that_only_encodes_goes_on(
+def test_encoder_engine_goes_on_although_a_hook_raises(
     subject: conformance.Subject,
     monkeypatch: pytest.MonkeyPatch,
     half: type,
@@ -103,7 +103,7 @@ def test_an_engine_that_only_encodes_goes_on(
 
 
 @pytest.mark.parametrize("hook", ["orders", "load"])
-def test_a_bug_is_logged_once_and_counted(
+def test_exception_in_a_hook_is_logged_once_and_counted(
     subject: conformance.Subject,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -135,7 +135,7 @@ def load_nothing(worker: EncoderWorker, orders: Orders, encoder_cache: Any) -> N
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_a_worker_that_has_given_up_stops_the_promises(
+def test_no_item_is_promised_once_the_worker_gave_up(
     subject: conformance.Subject, monkeypatch: pytest.MonkeyPatch, runner: RunnerName
 ) -> None:
     with Place(subject, runner, "apart") as place:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The class vLLM loads: options, roles, registration."""
+"""The connector class: options, roles, registration."""
 
 from pathlib import Path
 from typing import Any
@@ -39,11 +39,11 @@ def _registered() -> None:
     register()  # vLLM may call it twice
 
 
-def test_vllm_finds_both_connectors_by_their_short_names() -> None:
+def test_register_makes_both_connectors_known_by_name() -> None:
     assert KVConnectorFactory.get_connector_class_by_name("KVShareConnector") is not None
 
 
-def test_the_other_half_does_not_exist(vllm_config: VllmConfig, tmp_path: Path) -> None:
+def test_scheduler_process_creates_no_worker_half(vllm_config: VllmConfig, tmp_path: Path) -> None:
     connector = connect(
         vllm_config, {"url": str(tmp_path / "store"), "host_cache_dir": str(tmp_path / "host")}
     )
@@ -51,7 +51,7 @@ def test_the_other_half_does_not_exist(vllm_config: VllmConfig, tmp_path: Path) 
     connector.shutdown()
 
 
-def test_the_older_interface_asks_for_all_items_and_answers_for_each(
+def test_has_caches_answers_for_each_item_of_a_request(
     vllm_config: VllmConfig, tmp_path: Path
 ) -> None:
     options = {"url": str(tmp_path / "store"), "host_cache_dir": str(tmp_path / "host")}
@@ -59,7 +59,7 @@ def test_the_older_interface_asks_for_all_items_and_answers_for_each(
     asked = request(feature("stored"), feature("absent", offset=40))
     path = tmp_path / "store" / key_of(vllm_config, "stored")
     path.parent.mkdir(parents=True)
-    path.write_bytes(b"a producer asks whether it is there, not whether it is good")
+    path.write_bytes(b"a producer checks existence, not content")
     assert connector.has_caches(asked) == [False, False]
     assert until_ready(connector.scheduler, asked)
     assert connector.has_caches(asked) == [True, False]
@@ -79,7 +79,7 @@ def test_the_older_interface_asks_for_all_items_and_answers_for_each(
         ({"url": "/proc/ecshare"}, ["url"]),
     ],
 )
-def test_a_bad_option_is_named_with_its_path(
+def test_config_error_names_the_path_of_the_option(
     vllm_config: VllmConfig, tmp_path: Path, options: dict[str, Any], words: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -89,7 +89,9 @@ def test_a_bad_option_is_named_with_its_path(
         assert word in str(caught.value)
 
 
-def test_a_bucket_nobody_serves_is_named(vllm_config: VllmConfig, tmp_path: Path) -> None:
+def test_unreachable_bucket_is_a_config_error_without_secrets(
+    vllm_config: VllmConfig, tmp_path: Path
+) -> None:
     options = {
         "url": "s3://bucket",
         "storage_options": {

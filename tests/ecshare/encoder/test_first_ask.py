@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is at hand costs no step: a request is ready when vLLM first asks, if all its items are."""
+"""A request whose items are all on this host is ready when vLLM first asks."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ def vllm_config(vlm: Path) -> VllmConfig:
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A folder in memory, for the host cache in `host` and the store in `store`."""
+    """Make a folder in /dev/shm for the host cache in `host` and the store in `store`."""
     with tempfile.TemporaryDirectory(dir=SHM, prefix="ecshare-test-") as folder:
         yield Path(folder)
 
@@ -68,8 +68,10 @@ def start(vllm_config: VllmConfig, place: Path) -> Iterator[Start]:
         scheduler.close()
 
 
-def put_here(vllm_config: VllmConfig, place: Path, *identifiers: str, num_columns: int = 0) -> None:
-    """Store pictures as another engine of this host would."""
+def put_in_host_cache(
+    vllm_config: VllmConfig, place: Path, *identifiers: str, num_columns: int = 0
+) -> None:
+    """Store images as another engine of this host does."""
     width = num_columns or vllm_config.model_config.get_hidden_size()
     engine = TransferEngine(config(place), "options")
     staging = Staging(torch.device("cpu"), 1 << 24)
@@ -88,10 +90,10 @@ def entry(place: Path) -> Path:
 
 
 @pytest.mark.parametrize("pixels", [True, False])
-def test_what_this_host_has_is_ready_at_once(
+def test_items_in_the_host_cache_are_ready_at_once(
     start: Start, vllm_config: VllmConfig, place: Path, pixels: bool
 ) -> None:
-    put_here(vllm_config, place, "one", "two")
+    put_in_host_cache(vllm_config, place, "one", "two")
     scheduler = start("ec_consumer")
     asked = request(feature("one", pixels=pixels), feature("two", pixels=pixels, offset=20))
     assert scheduler.ready(asked, 0)
@@ -107,10 +109,10 @@ def test_what_this_host_has_is_ready_at_once(
     assert counts["transfer_seconds/read/host_count"] == 2
 
 
-def test_it_stays_pinned_until_the_load_cannot_be_on_its_way(
+def test_item_stays_pinned_for_60_s_after_its_request(
     clock: Clock, start: Start, vllm_config: VllmConfig, place: Path
 ) -> None:
-    put_here(vllm_config, place, "picture")
+    put_in_host_cache(vllm_config, place, "picture")
     scheduler = start("ec_consumer")
     asked = request(feature())
     before = num_descriptors(place)
@@ -127,18 +129,18 @@ def test_it_stays_pinned_until_the_load_cannot_be_on_its_way(
     assert not is_pinned(place / "host", key_of(vllm_config))
 
 
-def test_one_step_takes_few_looks_and_the_next_one_as_many(
+def test_host_cache_checks_per_step_are_bounded(
     start: Start, vllm_config: VllmConfig, place: Path
 ) -> None:
     names = [f"p{number}" for number in range(LOOKS_A_STEP + 2)]
-    put_here(vllm_config, place, *names)
+    put_in_host_cache(vllm_config, place, *names)
     scheduler = start("ec_consumer")
     many = request(*(feature(name) for name in names), name="many")
     assert not scheduler.ready(many, 0)
     assert [scheduler.has(name) for name in names] == LOOKS_A_STEP * [True] + 2 * [False]
-    put_here(vllm_config, place, "later")
+    put_in_host_cache(vllm_config, place, "later")
     later = request(feature("later"), name="later")
-    assert not scheduler.ready(later, 0), "other requests of the step look no more"
+    assert not scheduler.ready(later, 0), "the step's checks are used up"
     scheduler.finished(later)
     scheduler.orders({})
     assert scheduler.ready(later, 0)
@@ -146,8 +148,10 @@ def test_one_step_takes_few_looks_and_the_next_one_as_many(
     assert all(scheduler.has(name) for name in names)
 
 
-def test_looks_in_vain_count_too(start: Start, vllm_config: VllmConfig, place: Path) -> None:
-    put_here(vllm_config, place, "picture")
+def test_unsuccessful_host_cache_checks_count_too(
+    start: Start, vllm_config: VllmConfig, place: Path
+) -> None:
+    put_in_host_cache(vllm_config, place, "picture")
     scheduler = start("ec_consumer")
     strange = request(*(feature(f"s{number}") for number in range(LOOKS_A_STEP)), name="strange")
     assert not scheduler.ready(strange, 0)
@@ -155,10 +159,10 @@ def test_looks_in_vain_count_too(start: Start, vllm_config: VllmConfig, place: P
 
 
 @pytest.mark.parametrize("damage", ["header", "length", "shape"])
-def test_a_spoiled_entry_is_a_miss_and_leaves_nothing_open(
+def test_damaged_entry_is_a_miss_and_is_closed_and_removed(
     start: Start, vllm_config: VllmConfig, place: Path, damage: str
 ) -> None:
-    put_here(vllm_config, place, "picture", num_columns=7 if damage == "shape" else 0)
+    put_in_host_cache(vllm_config, place, "picture", num_columns=7 if damage == "shape" else 0)
     spoiled = entry(place)
     spoiled.chmod(0o600)
     if damage == "header":
@@ -177,10 +181,10 @@ def test_a_spoiled_entry_is_a_miss_and_leaves_nothing_open(
     assert counted(scheduler)["misses/missing"] == 1
 
 
-def test_what_the_store_has_lost_is_stored_again_by_who_announces_it(
+def test_announcing_engine_stores_a_lost_item_from_its_host_cache(
     start: Start, vllm_config: VllmConfig, place: Path
 ) -> None:
-    put_here(vllm_config, place, "picture")
+    put_in_host_cache(vllm_config, place, "picture")
     (place / "store" / key_of(vllm_config)).unlink()
     scheduler = start("ec_both")
     assert scheduler.ready(request(feature()), 0)
@@ -190,21 +194,21 @@ def test_what_the_store_has_lost_is_stored_again_by_who_announces_it(
     assert counted(scheduler)["items/saved"] == 1
 
 
-def test_a_host_cache_on_a_disk_is_left_to_the_io_thread(
+def test_host_cache_on_disk_is_read_by_the_io_thread(
     start: Start, vllm_config: VllmConfig, place: Path
 ) -> None:
-    put_here(vllm_config, place, "picture")
+    put_in_host_cache(vllm_config, place, "picture")
     scheduler = start("ec_consumer")
-    scheduler.engine.host.is_in_memory = False  # as on a disk, which tests may not have
+    scheduler.engine.host.is_in_memory = False  # as on a disk
     assert not scheduler.ready(request(feature()), 0)
     assert until_ready(scheduler, request(feature()))
     assert scheduler.has("picture")
 
 
-def test_what_other_hosts_need_is_asked_of_the_store(
+def test_fetch_that_must_be_in_the_store_does_not_end_at_once(
     start: Start, vllm_config: VllmConfig, place: Path
 ) -> None:
-    put_here(vllm_config, place, "picture")
+    put_in_host_cache(vllm_config, place, "picture")
     engine = TransferEngine(config(place), "options")
     key = key_of(vllm_config)
     assert not engine.end_at_once(Handle(Fetch(key, 5, in_store=True)))
@@ -217,7 +221,7 @@ def test_what_other_hosts_need_is_asked_of_the_store(
     engine.close()
 
 
-def test_folders_in_memory_are_told_from_others() -> None:
+def test_is_in_memory_is_true_only_for_shm() -> None:
     assert is_in_memory(SHM)
     assert not is_in_memory(Path("/proc"))
     assert not is_in_memory(SHM / "no such folder")
@@ -227,7 +231,7 @@ def test_folders_in_memory_are_told_from_others() -> None:
 
 
 def after_encoding(scheduler: EncoderScheduler, *identifiers: str) -> None:
-    """Have vLLM encode pictures that nobody has, and forget who asked for them."""
+    """Have vLLM encode images that are not stored, and end their requests."""
     for identifier in identifiers:
         asked = request(feature(identifier), name=f"first {identifier}")
         assert until_ready(scheduler, asked)
@@ -236,14 +240,14 @@ def after_encoding(scheduler: EncoderScheduler, *identifiers: str) -> None:
         scheduler.finished(asked)
 
 
-def test_what_vllm_has_in_its_own_cache_waits_for_nobody(start: Start) -> None:
+def test_items_in_vllms_encoder_cache_are_ready_at_once(start: Start) -> None:
     scheduler = start("ec_consumer")
     after_encoding(scheduler, "one", "two")
     assert scheduler.ready(request(feature("one"), feature("two", offset=20)), 0)
-    assert not scheduler.has("one"), "if vLLM has just dropped it, it is encoded"
+    assert not scheduler.has("one"), "if vLLM evicts it meanwhile, it is encoded"
 
 
-def test_what_vllm_has_dropped_is_sought_again(start: Start) -> None:
+def test_items_evicted_by_vllm_are_looked_up_again(start: Start) -> None:
     scheduler = start("ec_consumer")
     after_encoding(scheduler, "one", "two")
     scheduler.orders({}, ["one"])
@@ -251,20 +255,20 @@ def test_what_vllm_has_dropped_is_sought_again(start: Start) -> None:
     assert scheduler.ready(request(feature("two"), name="b"), 0)
 
 
-def test_who_cannot_encode_it_waits_for_what_cannot_be_dropped(start: Start) -> None:
-    """vLLM drops items while it schedules, and tells when it is too late to say no."""
+def test_request_without_pixels_does_not_rely_on_vllms_cache(start: Start) -> None:
+    """vLLM evicts items while it schedules, and reports it when the request is admitted."""
     scheduler = start("ec_consumer")
     after_encoding(scheduler, "one")
     assert not scheduler.ready(request(feature("one", pixels=False)), 0)
 
 
-def test_who_announces_waits_to_know_whether_it_is_stored(start: Start) -> None:
+def test_announcing_engine_checks_the_store_for_cached_items(start: Start) -> None:
     scheduler = start("ec_both")
     after_encoding(scheduler, "one")
     assert not scheduler.ready(request(feature("one")), 0)
 
 
-def test_what_vllm_has_in_its_own_cache_costs_no_look(start: Start) -> None:
+def test_items_in_vllms_encoder_cache_cause_no_lookup(start: Start) -> None:
     scheduler = start("ec_consumer")
     after_encoding(scheduler, "picture")
     scheduler.engine.drain(10)
@@ -273,7 +277,7 @@ def test_what_vllm_has_in_its_own_cache_costs_no_look(start: Start) -> None:
     assert scheduler.engine.in_flight == 0
 
 
-def test_another_item_of_one_name_is_not_what_vllm_has(start: Start) -> None:
+def test_item_of_another_length_is_not_taken_from_vllms_cache(start: Start) -> None:
     scheduler = start("ec_consumer")
     after_encoding(scheduler, "picture")
     assert not scheduler.ready(request(feature(num_embeds=NUM_EMBEDS + 1)), 0)

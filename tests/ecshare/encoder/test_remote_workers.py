@@ -24,7 +24,7 @@ from tests.waiting import wait_until
 
 
 class Hosts:
-    """The halves of one `ec_both` engine, and the steps of a request for one picture."""
+    """The halves of one `ec_both` engine, and the steps of a request for one image."""
 
     def __init__(self, vllm_config: VllmConfig, folder: Path) -> None:
         self.store = folder / "store"
@@ -48,7 +48,7 @@ class Hosts:
         ]
 
     def ask(self, name: str) -> tuple[bool, list[bool]]:
-        """Whether the picture was promised, and which ranks could go on with it."""
+        """Serve a request; return if the image was promised, and which ranks had it."""
         asked = request(feature(), name=name, ec_transfer_params=None, lora_request=None)
         assert until_ready(self.scheduler, asked)
         is_promised = self.scheduler.has("picture")
@@ -93,10 +93,10 @@ def hosts(vlm: Path, tmp_path: Path) -> Iterator[Hosts]:
     started.close()
 
 
-def test_what_the_store_does_not_have_is_not_promised(
+def test_item_missing_in_the_store_is_not_promised_to_remote_ranks(
     hosts: Hosts, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its save has failed, say: this host has it all the same, and no other does."""
+    """For example its save failed: then it is in this host's cache alone."""
     said = [record.getMessage() for record in caplog.get_records("setup")]
     assert len([line for line in said if "workers may be on other hosts" in line]) == 1
     assert hosts.ask("first") == (False, [True, True])
@@ -120,7 +120,7 @@ def test_what_the_store_does_not_have_is_not_promised(
         (object, 1, True),
     ],
 )
-def test_workers_are_here_only_where_that_is_certain(
+def test_workers_count_as_remote_unless_known_to_be_local(
     executor: Any, nnodes: int, *, is_remote: bool
 ) -> None:
     parallel = SimpleNamespace(distributed_executor_backend=executor, nnodes=nnodes)

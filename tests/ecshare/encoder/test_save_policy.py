@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which media items an engine stores, and that it announces no other."""
+"""Which media items an engine stores; it announces no others."""
 
 from collections import Counter
 from typing import Any
@@ -36,7 +36,7 @@ def asking(name: str, *, max_tokens: int = 20, params: Any = None) -> Any:
 
 
 def serve(scheduler: EncoderScheduler, asked: Any) -> tuple[int, bool]:
-    """Serve a request; return how many items are to be stored, and whether one is announced."""
+    """Serve a request; return how many saves it orders, and if the item is announced."""
     assert until_ready(scheduler, asked)
     if not scheduler.has("picture"):
         scheduler.allocated(asked, 0)
@@ -50,11 +50,11 @@ def num_declined(scheduler: EncoderScheduler) -> float:
     return stats.data.get("items/declined", 0) if stats else 0
 
 
-def test_by_default_an_item_is_stored_at_once(start: Start) -> None:
+def test_by_default_items_are_stored_at_once(start: Start) -> None:
     assert serve(start("ec_both"), asking("first")) == (1, True)
 
 
-def test_an_item_is_stored_and_announced_when_enough_requests_have_brought_it(
+def test_item_is_stored_once_seen_save_after_times(
     start: Start,
 ) -> None:
     scheduler = start("ec_both", save_after=3)
@@ -65,7 +65,7 @@ def test_an_item_is_stored_and_announced_when_enough_requests_have_brought_it(
     assert num_declined(scheduler) == 0
 
 
-def test_requests_at_one_time_count_each(start: Start) -> None:
+def test_concurrent_requests_count_separately(start: Start) -> None:
     scheduler = start("ec_both", save_after=2)
     first, second = asking("first"), asking("second")
     assert until_ready(scheduler, first)
@@ -77,7 +77,7 @@ def test_requests_at_one_time_count_each(start: Start) -> None:
     assert "picture" in (scheduler.finished(second) or {})
 
 
-def test_an_item_that_kv_covers_is_not_announced_if_it_was_not_stored(start: Start) -> None:
+def test_unstored_item_covered_by_kv_is_not_announced(start: Start) -> None:
     scheduler = start("ec_both", save_after=3)
     assert serve(scheduler, asking("first")) == (0, False)
     covered = asking("second")
@@ -85,23 +85,23 @@ def test_an_item_that_kv_covers_is_not_announced_if_it_was_not_stored(start: Sta
     assert "picture" not in (scheduler.finished(covered) or {})
 
 
-def test_what_somebody_else_has_stored_is_announced(start: Start, store: Store) -> None:
+def test_item_stored_by_another_engine_is_announced(start: Start, store: Store) -> None:
     scheduler = start("ec_both", save_after=3)
     assert serve(scheduler, asking("first")) == (0, False)
     store()
     assert serve(scheduler, asking("second")) == (0, True)
 
 
-def test_an_engine_that_only_encodes_stores_at_once(start: Start) -> None:
+def test_encoder_engine_stores_at_once_despite_save_after(start: Start) -> None:
     assert serve(start("ec_producer", save_after=3), asking("first")) == (1, True)
 
 
-def test_a_single_token_alone_says_nothing(start: Start) -> None:
+def test_max_tokens_of_one_is_not_taken_for_a_prefill(start: Start) -> None:
     assert serve(start("ec_both", save_after=3), asking("score", max_tokens=1)) == (0, False)
 
 
 @pytest.mark.parametrize("role", ["ec_producer", "ec_both"])
-def test_a_request_may_keep_its_items_out_of_the_store(start: Start, role: str) -> None:
+def test_request_with_ecshare_save_false_is_not_stored(start: Start, role: str) -> None:
     scheduler = start(role)
     private = {"ecshare_save": False}
     assert serve(scheduler, asking("private", params=private)) == (0, False)
@@ -109,7 +109,7 @@ def test_a_request_may_keep_its_items_out_of_the_store(start: Start, role: str) 
     assert serve(scheduler, asking("public")) == (1, True)
 
 
-def test_a_request_may_have_its_items_stored(start: Start) -> None:
+def test_request_with_ecshare_save_true_is_stored(start: Start) -> None:
     scheduler = start("ec_both", save_after=3)
     assert serve(scheduler, asking("r", params={"ecshare_save": True})) == (1, True)
 
@@ -126,11 +126,11 @@ def test_a_request_may_have_its_items_stored(start: Start) -> None:
         "ecshare_save",
     ],
 )
-def test_malformed_wishes_are_ignored(start: Start, params: Any) -> None:
+def test_malformed_ecshare_save_is_ignored(start: Start, params: Any) -> None:
     assert serve(start("ec_both"), asking("r", params=params)) == (1, True)
 
 
-def test_sightings_are_counted_rightly_for_a_window_and_then_forgotten() -> None:
+def test_sightings_are_counted_within_a_window() -> None:
     sightings, exact = Sightings(window=1000), Counter[int]()
     num_wrong = 0
     for number in [*range(300), *range(300), *range(0, 300, 2)]:
@@ -144,6 +144,6 @@ def test_sightings_are_counted_rightly_for_a_window_and_then_forgotten() -> None
     assert sightings.add("name 0") == 1
 
 
-def test_a_count_does_not_overflow() -> None:
+def test_sighting_count_does_not_overflow() -> None:
     sightings = Sightings(window=1000)
     assert [sightings.add("name") for _ in range(600)][-1] >= 100

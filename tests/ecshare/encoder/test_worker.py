@@ -69,7 +69,7 @@ def start(
 
 
 def counted(worker: EncoderWorker) -> dict[str, float]:
-    """What the worker has counted since it began, of items."""
+    """Return the worker's counts of items since its start."""
     report = worker.report()
     totals = report.totals if report else {}
     return {
@@ -85,7 +85,7 @@ def stored(tmp_path: Path) -> Path:
 
 
 def encode(worker: EncoderWorker, tensor: torch.Tensor = EMBEDDING) -> None:
-    """Play one V1 step of a producer that encodes the picture."""
+    """Simulate one V1 step of a producer that encodes the image."""
     cache: dict[str, torch.Tensor] = {}
     worker.begin_saves(Orders(saves=(SAVE,)), cache)
     cache["picture"] = tensor
@@ -94,7 +94,7 @@ def encode(worker: EncoderWorker, tensor: torch.Tensor = EMBEDDING) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_embedding_comes_back_bit_for_bit(start: Start, dtype: torch.dtype) -> None:
+def test_loaded_embedding_equals_the_saved_one(start: Start, dtype: torch.dtype) -> None:
     tensor = torch.randn(16, 64).to(dtype)
     encode(start("producer"), tensor)
     cache: dict[str, torch.Tensor] = {}
@@ -112,19 +112,17 @@ def test_an_embedding_comes_back_bit_for_bit(start: Start, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("role", ["producer", "both"])
-def test_a_durable_step_ends_when_its_saves_are_stored(
-    start: Start, tmp_path: Path, role: str
-) -> None:
+def test_durable_save_is_stored_when_the_step_ends(start: Start, tmp_path: Path, role: str) -> None:
     encode(start(role, save="durable"))
     facts = unseal(memoryview(stored(tmp_path).read_bytes()), KEY).spec
     assert facts.shape == (16, 64)
     assert facts.attributes == SAVE.attributes
 
 
-def test_a_device_without_memory_costs_the_save_alone(
+def test_out_of_memory_in_a_save_drops_the_save(
     start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """To store a view a GPU first makes a copy of it."""
+    """A GPU must copy a view before it can be stored."""
 
     def full(*args: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -137,12 +135,12 @@ def test_a_device_without_memory_costs_the_save_alone(
     assert report is not None
     (totals,) = report.totals.values()
     assert totals["items/dropped"] == 1
-    assert not totals.get("now/save_queue_bytes"), "its memory was given back"
+    assert not totals.get("now/save_queue_bytes"), "its memory is released"
     worker.close()
     assert (tmp_path / "store" / gap_key(KEY)).is_file(), "nobody is told"
 
 
-def test_an_embedding_for_which_the_device_has_no_memory_fails_alone(
+def test_out_of_memory_in_a_load_fails_that_item_alone(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encode(start("producer", save="durable"))
@@ -161,21 +159,19 @@ def test_an_embedding_for_which_the_device_has_no_memory_fails_alone(
     assert torch.equal(encoder_cache["other"], EMBEDDING)
 
 
-def test_a_view_is_stored_as_what_it_shows(start: Start, tmp_path: Path) -> None:
+def test_view_is_stored_with_its_own_shape(start: Start, tmp_path: Path) -> None:
     encode(start("producer", save="durable"), torch.randn(64, 32).T[:16, ::1])
     assert unseal(memoryview(stored(tmp_path).read_bytes()), KEY).spec.shape == (16, 64)
 
 
-def test_what_the_encoder_cache_already_holds_is_stored_too(start: Start, tmp_path: Path) -> None:
+def test_embedding_already_in_the_encoder_cache_is_stored(start: Start, tmp_path: Path) -> None:
     worker = start("producer", save="durable")
     worker.begin_saves(Orders(saves=(SAVE,)), {"picture": EMBEDDING})
     worker.settle()
     assert stored(tmp_path).is_file()
 
 
-def test_an_order_is_redeemed_once_in_whatever_step_the_encode_comes(
-    start: Start, tmp_path: Path
-) -> None:
+def test_save_order_is_fulfilled_once_by_a_later_step(start: Start, tmp_path: Path) -> None:
     worker = start("producer", save="durable")
     worker.begin_saves(Orders(saves=(SAVE,)), {})
     worker.settle()
@@ -189,7 +185,7 @@ def test_an_order_is_redeemed_once_in_whatever_step_the_encode_comes(
     assert not stored(tmp_path).exists()
 
 
-def test_nothing_is_stored_without_an_order(start: Start, tmp_path: Path) -> None:
+def test_embedding_without_a_save_order_is_not_stored(start: Start, tmp_path: Path) -> None:
     worker = start("producer", save="durable")
     worker.save("picture", {"picture": EMBEDDING})
     worker.settle()
@@ -198,7 +194,7 @@ def test_nothing_is_stored_without_an_order(start: Start, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("role", "tp_rank"), [("consumer", 0), ("producer", 1), ("both", 1)])
-def test_only_a_producers_first_rank_writes(
+def test_only_the_first_rank_of_a_producer_writes(
     start: Start, tmp_path: Path, role: str, tp_rank: int
 ) -> None:
     worker = start(role, tp_rank=tp_rank)
@@ -208,9 +204,7 @@ def test_only_a_producers_first_rank_writes(
 
 
 @pytest.mark.parametrize("role", ["producer", "both"])
-def test_an_announced_save_does_not_wait_but_stores(
-    start: Start, tmp_path: Path, role: str
-) -> None:
+def test_announced_save_runs_in_the_background(start: Start, tmp_path: Path, role: str) -> None:
     worker = start(role)
     with hung_host_cache():
         encode(worker)
@@ -219,7 +213,7 @@ def test_an_announced_save_does_not_wait_but_stores(
     assert stored(tmp_path).is_file()
 
 
-def test_an_engine_that_decodes_gives_a_save_up_rather_than_wait_for_room(start: Start) -> None:
+def test_decoding_engine_drops_a_save_instead_of_waiting_for_memory(start: Start) -> None:
     worker = start("both", buffer_bytes=1)
     other = SaveOrder("other", object_key(Kind.EC, "0" * 32, "other"), {})
     with hung_host_cache():
@@ -229,12 +223,12 @@ def test_an_engine_that_decodes_gives_a_save_up_rather_than_wait_for_room(start:
         assert counted(worker) == {"items/dropped": 1}
 
 
-def test_what_reports_do_not_bring_the_ledger_does(
+def test_ledger_keeps_counts_that_no_report_delivered(
     clock: Clock, start: Start, tmp_path: Path
 ) -> None:
     worker = start("producer", save="durable")
     encode(worker)
-    clock.forward(1)  # it writes now and then
+    clock.forward(1)  # it writes at intervals
     worker.settle()
     worker.close()
     host = open_host_cache(EncoderConfig(url="file:///none", host_cache_dir=str(tmp_path / "host")))
@@ -244,7 +238,7 @@ def test_what_reports_do_not_bring_the_ledger_does(
 
 @contextmanager
 def hung_host_cache() -> Iterator[None]:
-    """Let no object get room in the host cache, and so none on to the store."""
+    """Block all allocations in the host cache, and so all saves."""
     may_go_on, reserve = threading.Event(), os.posix_fallocate
 
     def held(*of_what: int) -> None:
@@ -258,7 +252,7 @@ def hung_host_cache() -> Iterator[None]:
             may_go_on.set()
 
 
-def test_a_promise_that_cannot_be_kept_is_counted(start: Start) -> None:
+def test_failed_load_is_counted(start: Start) -> None:
     worker = start("consumer", wait_s=0.2, io_timeout_s=0.1)
     cache: dict[str, torch.Tensor] = {}
     worker.load(Orders(loads=(LOAD,)), cache)
@@ -266,9 +260,7 @@ def test_a_promise_that_cannot_be_kept_is_counted(start: Start) -> None:
     assert counted(worker) == {"items/failed": 1}
 
 
-def test_a_budget_smaller_than_two_saves_holds_the_second_up_and_loses_none(
-    start: Start, tmp_path: Path
-) -> None:
+def test_durable_save_waits_for_memory_of_the_former(start: Start, tmp_path: Path) -> None:
     worker = start("producer", buffer_bytes=1, save="durable")
     other = SaveOrder("other", object_key(Kind.EC, "0" * 32, "other"), {})
     cache = {"picture": EMBEDDING, "other": EMBEDDING + 1}
@@ -277,7 +269,7 @@ def test_a_budget_smaller_than_two_saves_holds_the_second_up_and_loses_none(
     assert counted(worker) == {"items/saved": 2}
 
 
-def test_a_save_that_cannot_be_stored_is_dropped_and_counted(start: Start, tmp_path: Path) -> None:
+def test_save_of_an_unsupported_dtype_is_dropped_and_counted(start: Start, tmp_path: Path) -> None:
     worker = start("producer", save="durable")
     encode(worker, torch.zeros(16, 64, dtype=torch.complex64))
     assert counted(worker) == {"items/dropped": 1}
@@ -285,7 +277,7 @@ def test_a_save_that_cannot_be_stored_is_dropped_and_counted(start: Start, tmp_p
     assert (tmp_path / "store" / gap_key(KEY)).is_file(), "nobody is told"
 
 
-def test_reports_of_ranks_are_joined() -> None:
+def test_reports_of_ranks_are_merged() -> None:
     first = Report({0: {"items/saved": 1}}, frozenset("a"))
     total = first.aggregate(Report({1: {"items/failed": 1}}, frozenset("b")))
     assert total == Report({0: {"items/saved": 1}, 1: {"items/failed": 1}}, frozenset("ab"))
@@ -293,7 +285,7 @@ def test_reports_of_ranks_are_joined() -> None:
 
 @pytest.mark.parametrize("start", ["gpu"], indirect=True)
 @pytest.mark.parametrize(("device", "number"), [("cuda", 3), ("cuda:1", 1)])
-def test_threads_of_a_worker_select_its_device(
+def test_worker_threads_select_the_workers_device(
     start: Start, monkeypatch: pytest.MonkeyPatch, device: str, number: int
 ) -> None:
     """vLLM names the kind of device, and has selected the rank's own in its thread."""
@@ -320,7 +312,7 @@ def test_threads_of_a_worker_select_its_device(
         ("both", 1, 256 << 20),
     ],
 )
-def test_a_rank_pins_no_more_than_it_uses(
+def test_rank_pins_only_the_buffers_it_uses(
     start: Start, monkeypatch: pytest.MonkeyPatch, role: str, tp_rank: int, expected: int
 ) -> None:
     pinned: list[int] = []
@@ -329,8 +321,8 @@ def test_a_rank_pins_no_more_than_it_uses(
     assert pinned == [expected]
 
 
-def test_a_model_may_write_to_what_this_host_had(start: Start) -> None:
-    """And nobody else sees it: the host's cache is of all its engines."""
+def test_model_may_write_to_a_loaded_embedding(start: Start) -> None:
+    """The host cache, which other engines share, is not changed by it."""
     encode(start("producer"))
     reader = start("consumer")
     loaded: list[torch.Tensor] = []
@@ -339,12 +331,12 @@ def test_a_model_may_write_to_what_this_host_had(start: Start) -> None:
         reader.load(Orders(loads=(LOAD,)), cache)
         loaded.append(cache["picture"])
         assert torch.equal(loaded[-1], EMBEDDING)
-        assert "w" in rights_at(loaded[-1].data_ptr()), "to write would end the process"
+        assert "w" in rights_at(loaded[-1].data_ptr()), "a write would kill the process"
         loaded[-1].zero_()
 
 
 def rights_at(address: int) -> str:
-    """What this process may do with its memory there, such as rw-p."""
+    """Return this process's rights to the memory at `address`, such as rw-p."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         place, rights, *_ = line.split()
         first, end = (int(each, 16) for each in place.split("-"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans of connectors. tests/engines/test_stages.py has those of real engines."""
+"""Spans of connectors. tests/engines/test_stages.py checks those of real engines."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     return exporter
 
 
-def test_a_span_ends_now_and_lies_in_the_trace_of_its_request(
+def test_span_ends_now_and_belongs_to_the_requests_trace(
     exported: InMemorySpanExporter,
 ) -> None:
     add_span(request(SENT), "kvshare.load", 1.5, tokens=7)
@@ -57,13 +57,13 @@ def test_a_request_without_a_trace_has_no_span(
 @pytest.mark.parametrize(
     "headers", [{"traceparent": "\x00"}, {"tracestate": "=,=" * 1000}, {"traceparent": 1}, ["no"]]
 )
-def test_whatever_the_headers_are_no_hook_raises(
+def test_malformed_trace_headers_raise_nothing(
     exported: InMemorySpanExporter, headers: Any
 ) -> None:
     add_span(request(headers), "kvshare.load", 1.0)
 
 
-def test_without_a_trace_nothing_is_imported() -> None:
+def test_opentelemetry_is_not_imported_without_a_trace() -> None:
     program = (
         "import sys, types; from ecshare.plugin.connector_spans import add_span;"
         "add_span(types.SimpleNamespace(trace_headers=None), 'a', 1.0);"

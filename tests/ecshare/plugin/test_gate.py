@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What passes the gate before an engine's API server, on the server's own request type."""
+"""The gate before an engine's API server, with the server's own request type."""
 
 import json
 from collections.abc import AsyncIterator
@@ -21,7 +21,7 @@ TOKEN = router_token(KEY.encode())
 
 
 class Answered:
-    """What came of one request: the status, and the body that reached the server, if one did."""
+    """The outcome of a request: the status, the response, and the body that reached the server."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -84,7 +84,7 @@ CLAIMS = [
 
 @pytest.mark.parametrize(("field", "request_"), CLAIMS)
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-32", "escaped"])
-async def test_a_client_names_neither_media_nor_transfers(
+async def test_client_fields_for_media_ids_and_transfers_are_refused(
     field: str, request_: dict[str, Any], encoding: str
 ) -> None:
     text = json.dumps(request_)
@@ -114,14 +114,14 @@ TOOL = {"properties": {"uuid": {"type": "string"}, "image_url": {"type": "string
         "uuid",
     ],
 )
-async def test_what_names_nothing_passes_unchanged(request_: Any) -> None:
+async def test_request_without_such_fields_passes_unchanged(request_: Any) -> None:
     body = json.dumps(request_).encode()
     answered = await ask(body[:3], body[3:9], body[9:])
     assert (answered.status, answered.reached) == (200, body)
 
 
 @pytest.mark.parametrize("body", [b"", b"uuid", b'{"uuid": "\xff"}', b"[" * 5000 + b'"uuid"'])
-async def test_what_is_no_json_is_the_servers_to_refuse(body: bytes) -> None:
+async def test_invalid_json_is_passed_to_the_server(body: bytes) -> None:
     assert (await ask(body)).reached == body
 
 
@@ -145,7 +145,7 @@ FORM = (("content-type", "multipart/form-data; boundary=B"),)
     ],
 )
 @pytest.mark.parametrize("name", ['name="vllm_xargs"', "name=vllm_xargs", 'NAME="vllm_xargs"'])
-async def test_forms_are_read_as_the_server_reads_them(text: bytes, name: str) -> None:
+async def test_transfer_params_in_forms_are_refused(text: bytes, name: str) -> None:
     body = form((name, text), SOUND) + b"--B--\r\n"
     answered = await ask(body, headers=FORM)
     assert (answered.status, answered.reached) == (400, None)
@@ -156,7 +156,7 @@ async def test_forms_are_read_as_the_server_reads_them(text: bytes, name: str) -
 
 
 @pytest.mark.parametrize("charset", ["utf-7", "cp037", "utf-16", "utf-32-be", "latin-1", "none"])
-async def test_the_charset_of_a_form_hides_nothing(charset: str) -> None:
+async def test_transfer_params_in_any_form_charset_are_refused(charset: str) -> None:
     text = '{"kv_transfer_params": "x"}'
     known = charset if charset != "none" else "utf-8"
     coded = text.replace("_", "+AF8-").encode() if charset == "utf-7" else text.encode(known)
@@ -165,7 +165,7 @@ async def test_the_charset_of_a_form_hides_nothing(charset: str) -> None:
     assert (await ask(body, headers=(("content-type", kind),))).status == 400
 
 
-async def test_percent_signs_hide_nothing() -> None:
+async def test_percent_encoded_transfer_params_are_refused() -> None:
     coded = b"".join(b"%%%02x" % each for each in b'{"kv_transfer_params": "x"}')
     body = b"vllm_xargs=" + coded
     kind = "application/x-www-form-urlencoded"
@@ -176,13 +176,13 @@ async def test_percent_signs_hide_nothing() -> None:
     ("charset", "text"),
     [("idna", b"a..b"), ("raw_unicode_escape", b'{"a": "\\ud800"}'), ("zlib", b"x"), ("\0", b"x")],
 )
-async def test_odd_charsets_of_forms_are_the_servers_to_refuse(charset: str, text: bytes) -> None:
+async def test_unknown_form_charset_is_passed_to_the_server(charset: str, text: bytes) -> None:
     kind = f"multipart/form-data; boundary=B; charset={charset}"
     body = form(('name="prompt"', text)) + b"--B--\r\n"
     assert (await ask(body, headers=(("content-type", kind),))).reached == body
 
 
-async def test_sounds_and_what_is_said_beside_them_pass() -> None:
+async def test_audio_upload_with_harmless_fields_passes() -> None:
     texts = [
         ('name="prompt"', b"a uuid, and kv_transfer_params"),
         ('name="vllm_xargs"', b'{"a": 1}'),
@@ -193,7 +193,7 @@ async def test_sounds_and_what_is_said_beside_them_pass() -> None:
     assert (await ask(broken, headers=FORM)).reached == broken
 
 
-async def test_the_router_names_what_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_request_with_the_router_token_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECSHARE_ROUTER_KEY", KEY)
     body = json.dumps(CLAIMS[0][1]).encode()
     assert (await ask(body, headers=((TOKEN_HEADER, TOKEN),))).reached == body
@@ -211,7 +211,7 @@ async def test_the_router_names_what_it_likes(monkeypatch: pytest.MonkeyPatch) -
         (("authorization", TOKEN),),
     ],
 )
-async def test_nobody_else_is_the_router(
+async def test_request_with_a_wrong_token_is_refused(
     monkeypatch: pytest.MonkeyPatch, headers: tuple[tuple[str, str], ...]
 ) -> None:
     monkeypatch.setenv("ECSHARE_ROUTER_KEY", KEY)
@@ -219,7 +219,7 @@ async def test_nobody_else_is_the_router(
 
 
 @pytest.mark.parametrize("shown", ["", TOKEN, router_token(b"")])
-async def test_without_a_key_nobody_is_the_router(
+async def test_without_a_router_key_every_token_is_refused(
     monkeypatch: pytest.MonkeyPatch, shown: str
 ) -> None:
     monkeypatch.delenv("ECSHARE_ROUTER_KEY", raising=False)
@@ -227,7 +227,7 @@ async def test_without_a_key_nobody_is_the_router(
     assert (await ask(body, headers=((TOKEN_HEADER, shown),))).status == 400
 
 
-def test_a_short_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_router_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async def server(scope: Any, receive: Any, send: Any) -> None:
         raise AssertionError("never asked")
 
@@ -236,12 +236,12 @@ def test_a_short_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         RouterGate(server)
 
 
-async def test_a_body_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_body_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "MAX_BODY_BYTES", 10)
     assert (await ask(b"12345", b"67890")).status == 200
     answered = await ask(b"12345", b"67890", b"1", b"never taken")
     assert (answered.status, answered.reached) == (413, None)
 
 
-async def test_what_is_no_http_passes() -> None:
+async def test_other_asgi_scopes_pass() -> None:
     assert (await ask(kind="lifespan")).reached == b""

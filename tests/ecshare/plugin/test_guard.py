@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What raises inside a hook stays inside, and is told once."""
+"""Exceptions inside a hook do not leave it, and are logged once."""
 
 import logging
 
@@ -11,10 +11,10 @@ from ecshare.connector import ECShareConnector
 from ecshare.plugin.guard import Guard, guarded
 from kvshare.connector import KVShareConnector
 
-# What `guarded` makes has the same code for all hooks.
+# All functions that `guarded` returns have the same code.
 GUARDED = guarded(lambda: None)(lambda self: None).__code__
-# They do nothing, or answer with a constant.
-CANNOT_RAISE = {"wait_for_layer_load", "save_kv_layer"}
+# Hooks that do nothing or return a constant, and so need no guard.
+TRIVIAL_HOOKS = {"wait_for_layer_load", "save_kv_layer"}
 
 
 class Connector:
@@ -51,7 +51,7 @@ class Connector:
         return number
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def logged_errors(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [each.message for each in caplog.records if each.levelno >= logging.ERROR]
 
 
@@ -59,9 +59,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     ("connector", "bases"),
     [(ECShareConnector, (ECConnectorBase,)), (KVShareConnector, (KVConnectorBase_V1, SupportsHMA))],
 )
-def test_every_hook_of_vllms_that_is_ours_is_guarded(
-    connector: type, bases: tuple[type, ...]
-) -> None:
+def test_every_overridden_vllm_hook_is_guarded(connector: type, bases: tuple[type, ...]) -> None:
     public = {name for base in bases for name in vars(base) if not name.startswith("_")}
     ours = {
         name: hook
@@ -69,43 +67,43 @@ def test_every_hook_of_vllms_that_is_ours_is_guarded(
         if name in public and not isinstance(hook, property | classmethod)
     }
     unguarded = {name for name, hook in ours.items() if hook.__code__ is not GUARDED}
-    assert unguarded <= CANNOT_RAISE
+    assert unguarded <= TRIVIAL_HOOKS
     assert len(ours) > 10
 
 
-def test_the_first_bug_is_logged_with_its_traceback_and_ends_the_half(
+def test_first_exception_is_logged_and_disables_the_half(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     connector = Connector()
     assert connector.plain(7) == -1
     assert connector.calls == ["plain", "gave up"]
-    assert told(caplog) == [caplog.records[0].message]
+    assert logged_errors(caplog) == [caplog.records[0].message]
     assert "in plain" in caplog.text
     assert "ValueError: the bug in plain" in caplog.text
     connector.is_broken = False
     assert connector.plain(7) == -1
     assert connector.calls == ["plain", "gave up"], "it is not tried again"
     assert connector.lasting(7) == 7
-    assert len(told(caplog)) == 1
+    assert len(logged_errors(caplog)) == 1
 
 
-def test_a_promise_is_kept_by_other_means(caplog: pytest.LogCaptureFixture) -> None:
+def test_fallback_is_called_after_an_exception(caplog: pytest.LogCaptureFixture) -> None:
     connector = Connector()
     assert connector.promising(7) == 8
     assert connector.promising(7) == 8
     assert connector.promising(-7) == -1
     assert connector.calls == ["promising", "gave up"]
-    assert len(told(caplog)) == 1
+    assert len(logged_errors(caplog)) == 1
 
 
-def test_a_hook_that_works_is_only_called() -> None:
+def test_working_hook_does_not_call_the_fallback() -> None:
     connector = Connector()
     connector.is_broken = False
     assert connector.promising(number=7) == 7
     assert connector.calls == ["promising"]
 
 
-def test_a_half_that_cannot_let_go_is_no_harm(caplog: pytest.LogCaptureFixture) -> None:
+def test_exception_while_giving_up_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
     connector = Connector()
 
     def raises() -> None:
@@ -116,7 +114,7 @@ def test_a_half_that_cannot_let_go_is_no_harm(caplog: pytest.LogCaptureFixture) 
     assert "what it holds" in caplog.text
 
 
-def test_the_end_of_the_process_is_not_held_up() -> None:
+def test_keyboard_interrupt_is_not_caught() -> None:
     class Interrupted(Connector):
         def called(self, name: str) -> None:
             raise KeyboardInterrupt

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from ecshare.plugin.ledger import Ledger, Totals, grown, open_ledger
 
 
-def test_what_workers_wrote_is_read_by_their_engine_alone(tmp_path: Path) -> None:
+def test_ledger_is_read_only_by_its_own_engine(tmp_path: Path) -> None:
     worker, scheduler = Ledger(tmp_path, "engine"), Ledger(tmp_path, "engine")
     assert scheduler.read() == {}
     worker.write(0, {"items/saved": 1})
@@ -17,8 +17,8 @@ def test_what_workers_wrote_is_read_by_their_engine_alone(tmp_path: Path) -> Non
     assert Ledger(tmp_path, "another").read() == {}
 
 
-def test_engines_side_by_side_have_a_ledger_each(tmp_path: Path) -> None:
-    """vLLM calls each of them rank 0 where they share no layers."""
+def test_data_parallel_engines_have_separate_ledgers(tmp_path: Path) -> None:
+    """vLLM gives each of them data-parallel rank 0 if they share no layers."""
 
     def opened(index: int) -> Ledger:
         config = SimpleNamespace(
@@ -32,7 +32,7 @@ def test_engines_side_by_side_have_a_ledger_each(tmp_path: Path) -> None:
     assert opened(1).read() == {}
 
 
-def test_an_engine_id_is_no_path(tmp_path: Path) -> None:
+def test_engine_id_cannot_escape_the_ledger_folder(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "host", "../../evil/\x00x")
     (tmp_path / "host").mkdir()
     ledger.write(0, {"items/saved": 1})
@@ -40,7 +40,7 @@ def test_an_engine_id_is_no_path(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["host"]
 
 
-def test_damage_is_a_number_missing(tmp_path: Path) -> None:
+def test_damaged_ledger_file_is_ignored(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path, "engine")
     ledger.write(0, {"items/saved": 1})
     ledger.write(1, {"items/saved": 1})
@@ -53,7 +53,7 @@ def test_damage_is_a_number_missing(tmp_path: Path) -> None:
     blocked.close()
 
 
-def test_closing_removes_the_own_files_and_abandoned_ones(tmp_path: Path) -> None:
+def test_close_removes_own_and_abandoned_files(tmp_path: Path) -> None:
     ours, living, killed = (Ledger(tmp_path, name) for name in ("ours", "living", "killed"))
     killed.write(0, {"items/saved": 1})
     (path,) = (tmp_path / ".ledgers").iterdir()
@@ -66,10 +66,10 @@ def test_closing_removes_the_own_files_and_abandoned_ones(tmp_path: Path) -> Non
     assert living.read() == {0: {"items/saved": 1}}
 
 
-def test_growth_counts_each_sum_once_however_often_it_is_told() -> None:
+def test_repeated_totals_are_counted_once() -> None:
     known: Totals = {}
     assert grown(known, {0: {"a": 2.0}, 1: {"a": 1.0}}) == {"a": 3}
     assert grown(known, {0: {"a": 2.0}}) == {}
     assert grown(known, {0: {"a": 5.0, "b": 1.0}, 1: {"a": 1.0}}) == {"a": 3, "b": 1}
-    assert grown(known, {0: {"a": 4.0}}) == {}, "an older report that came late"
+    assert grown(known, {0: {"a": 4.0}}) == {}, "a late, older report"
     assert grown(known, {0: {"a": 5.0, "now/c": 7.0}}) == {"now/c": 7}

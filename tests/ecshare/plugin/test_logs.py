@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log lines of the suite stand among vLLM's own, unless the user has configured logging."""
+"""Log lines of the packages go to vLLM's log, unless the user has configured logging."""
 
 import logging
 import subprocess
@@ -20,7 +20,7 @@ with contextlib.suppress(ImportError):  # vLLM 0.30 configures its logger on imp
     from vllm.config.logging import LoggingConfig
     vllm.logger.configure_logging(LoggingConfig())
 """
-# Enough where vLLM's own part is not in question; to import it takes ten seconds.
+# Stands in for vLLM's configuration, since importing vLLM takes ten seconds.
 ALIKE = """
 logging.getLogger("vllm").setLevel(logging.INFO)
 logging.getLogger("vllm").addHandler(logging.StreamHandler())
@@ -37,13 +37,13 @@ logging.getLogger("kvshare.worker.worker").info("from kvshare")
 
 
 def output(program: str) -> list[str]:
-    """The lines in which a fresh process speaks for the suite."""
+    """Run `program` in a new process; return the log lines of our packages."""
     command = [sys.executable, "-c", "import logging" + program]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     return [line for line in (ran.stdout + ran.stderr).splitlines() if "share" in line]
 
 
-def test_lines_are_vllms_even_where_a_package_has_silenced_the_root_logger() -> None:
+def test_log_lines_appear_although_the_root_logger_is_silenced() -> None:
     silenced = "logging.getLogger().setLevel(logging.ERROR)"
     warning, info = sorted(output(REAL + silenced + WARN), key=lambda line: "kvshare" in line)
     assert "WARNING" in warning
@@ -52,7 +52,7 @@ def test_lines_are_vllms_even_where_a_package_has_silenced_the_root_logger() -> 
     assert info.endswith("from kvshare")
 
 
-def test_what_the_user_has_configured_stays() -> None:
+def test_users_logging_configuration_is_kept() -> None:
     of_root = ALIKE + "logging.basicConfig(format='root: %(message)s')"
     assert output(of_root + WARN) == ["root: from ecshare", "root: from kvshare"]
     of_ours = (
@@ -69,7 +69,7 @@ logging.getLogger("ecshare").setLevel(logging.ERROR)
     ("saves", "loads", "does"),
     [(True, True, "saves and loads"), (True, False, "saves"), (False, True, "loads")],
 )
-def test_an_engine_says_what_it_shares_and_where(
+def test_engine_logs_what_it_shares_and_where(
     caplog: pytest.LogCaptureFixture, saves: bool, loads: bool, does: str
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -79,7 +79,7 @@ def test_an_engine_says_what_it_shares_and_where(
     assert line == f"this engine {does} embeddings: s3://***@bucket/prefix, namespace 1f0c"
 
 
-def test_an_engine_says_what_its_host_cache_may_take(
+def test_engine_logs_the_limits_of_its_host_cache(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -90,13 +90,13 @@ def test_an_engine_says_what_its_host_cache_may_take(
     assert line.endswith(f" less than {host.floor_bytes >> 20} MiB free")
 
 
-def test_an_engine_that_shares_nothing_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_that_shares_nothing_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     log_sharing("KV blocks", StoreConfig(url="/folder"), "1f0c", saves=False, loads=False)
     assert caplog.messages == []
 
 
-def test_the_readme_shows_that_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_readme_shows_the_log_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     config = StoreConfig(url="s3://bucket/prefix")
     log_sharing("embeddings", config, "1f0c...", saves=True, loads=True)

@@ -33,7 +33,7 @@ SOURCES = {
 
 
 def series(prefix: str) -> set[str]:
-    """Every name that may be counted."""
+    """Return every name that may be counted."""
     names = set()
     for family, metric in METRICS[prefix].items():
         found = [family]
@@ -43,7 +43,7 @@ def series(prefix: str) -> set[str]:
     return names
 
 
-def test_stats_add_up_over_ranks_and_intervals() -> None:
+def test_counters_are_summed_and_gauges_replaced() -> None:
     first = CounterStats(data={"items/loaded": 1.0, "now/breaker_open/worker/read": 1.0})
     total = first.aggregate(
         CounterStats(
@@ -60,7 +60,7 @@ def test_stats_add_up_over_ranks_and_intervals() -> None:
     assert total.is_empty()
 
 
-def test_no_counts_are_no_stats() -> None:
+def test_counter_stats_of_no_counts_is_none() -> None:
     assert counter_stats({}) is None
     assert counter_stats(None) is None
     stats = counter_stats({"items/saved": 1.0})
@@ -84,7 +84,7 @@ def counters(registry: CollectorRegistry) -> PrometheusCounters:
     )
 
 
-def test_counts_reach_prometheus_under_their_documented_names(
+def test_prometheus_metrics_have_their_documented_names(
     registry: CollectorRegistry, counters: PrometheusCounters
 ) -> None:
     def value(name: str, engine: str, **labels: str) -> float | None:
@@ -102,7 +102,7 @@ def test_counts_reach_prometheus_under_their_documented_names(
 
 
 @pytest.mark.parametrize("prefix", SOURCES)
-def test_every_name_that_the_code_counts_is_a_metric(prefix: str) -> None:
+def test_every_counted_name_in_the_code_is_a_metric(prefix: str) -> None:
     counted = set()
     for path in SOURCES[prefix]:
         code = path.read_text()
@@ -129,10 +129,10 @@ def test_every_metric_is_documented_with_all_its_labels(prefix: str) -> None:
 TIMES_S = (0.0, 0.001, 0.0011, 0.3, 0.3, 0.5, 0.50001, 7.0, 99.0, 10.0)
 
 
-def test_a_histogram_counts_what_was_observed(
+def test_histogram_equals_prometheus_own(
     registry: CollectorRegistry, counters: PrometheusCounters
 ) -> None:
-    """Over ranks and intervals, each time in its bucket, and with the true sum."""
+    """Merged over intervals, each time is in its bucket, and the sum is exact."""
     expected = Histogram("expected", "Each time told.", registry=None, buckets=BUCKETS_S)
     counts: dict[str, float] = {}
     for seconds in TIMES_S:
@@ -155,8 +155,8 @@ def test_a_histogram_counts_what_was_observed(
                 assert value == pytest.approx(sample.value), (name, sample)
 
 
-def test_times_that_lie_at_the_bound_of_a_bucket_stay_in_it() -> None:
-    """Although their sum is rounded."""
+def test_times_at_a_bucket_bound_stay_in_that_bucket() -> None:
+    """Rounding of their sum must not move them."""
     for bound_s in BUCKETS_S:
         stats = Stats()
         for _ in range(1000):
@@ -166,7 +166,7 @@ def test_times_that_lie_at_the_bound_of_a_bucket_stay_in_it() -> None:
         assert bound_s * 0.999 < seconds <= bound_s
 
 
-def test_the_log_line_has_a_histogram_as_number_and_sum() -> None:
+def test_log_line_shows_histograms_as_count_and_sum() -> None:
     stats = Stats()
     for seconds in (0.25, 3.5):
         stats.observe("wait_seconds/load", seconds)
@@ -182,11 +182,11 @@ def test_the_log_line_has_a_histogram_as_number_and_sum() -> None:
 
 
 @pytest.mark.parametrize("name", ["wait_seconds/bucket=x/number", "wait_seconds/bucket=99/number"])
-def test_buckets_that_there_are_not_are_ignored(name: str, counters: PrometheusCounters) -> None:
+def test_unknown_buckets_are_ignored(name: str, counters: PrometheusCounters) -> None:
     counters.observe({name: 3.0, "wait_seconds/bucket=": 1.0})
 
 
-def test_the_tier_tells_vllm_of_histograms() -> None:
+def test_tier_reports_histograms_to_vllm() -> None:
     stats = Stats()
     for seconds in (0.25, 0.25, 3.5):
         stats.observe("transfer_seconds/read/store", seconds)
@@ -208,7 +208,7 @@ def test_every_outcome_and_tier_has_its_label() -> None:
     assert {tier.value for tier in Tier} == set(tiers)
 
 
-def test_a_gauge_is_told_when_it_changes() -> None:
+def test_gauge_is_reported_only_when_it_changes() -> None:
     stats = Stats()
     stats.set("now/breaker_open/worker/read", 0.0)
     assert stats.take() == {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The place of a worker among the ranks, as vLLM's process groups say it."""
+"""A worker's rank, from vLLM's process groups."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from ecshare.plugin.ranks import worker_rank
     ("tp", "pp", "pcp", "is_writer"),
     [(0, 0, 0, True), (1, 0, 0, False), (0, 1, 0, False), (0, 0, 1, False)],
 )
-def test_one_rank_of_all_writes_what_all_hold(
+def test_only_the_first_rank_of_all_groups_is_the_writer(
     monkeypatch: pytest.MonkeyPatch, tp: int, pp: int, pcp: int, *, is_writer: bool
 ) -> None:
     for name, value in (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How engines of both connectors and of the tier begin."""
+"""The start of engines, for both connectors and the tier."""
 
 import socket
 import threading
@@ -31,7 +31,7 @@ def namespace_of(integrity: str) -> Namespace:
     return Namespace.of(Kind.KV, {"model": "m", "integrity": integrity})
 
 
-def test_a_writer_leaves_its_manifest_and_its_mark(config: StoreConfig) -> None:
+def test_writer_stores_its_manifest_and_its_mark(config: StoreConfig) -> None:
     engine, namespace = start_with_namespace(
         config, "options", namespace_of, write=True, mark_of=lambda found: found.key("mark")
     )
@@ -50,7 +50,7 @@ def test_a_writer_leaves_its_manifest_and_its_mark(config: StoreConfig) -> None:
         lambda config: start_with_namespace(config, "options", namespace_of, write=True),
     ],
 )
-def test_nothing_is_left_of_an_engine_whose_store_cannot_be_used(
+def test_failed_start_on_an_unusable_store_leaves_no_thread(
     tmp_path: Path, start: Callable[[StoreConfig], object]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
@@ -63,7 +63,7 @@ def test_nothing_is_left_of_an_engine_whose_store_cannot_be_used(
         start(config)
 
 
-def test_nothing_is_left_of_an_engine_without_a_namespace(config: StoreConfig) -> None:
+def test_failed_start_without_a_namespace_leaves_no_thread(config: StoreConfig) -> None:
     def fails(_: str) -> Namespace:
         raise ConfigError("no such layout")
 

@@ -21,25 +21,25 @@ def write_model(folder: Path, seed: int = 0, name: str = "model.safetensors") ->
     return folder
 
 
-def test_it_is_the_same_for_the_same_files_anywhere(tmp_path: Path) -> None:
+def test_fingerprint_is_independent_of_the_folder(tmp_path: Path) -> None:
     first = fingerprint(write_model(tmp_path / "a"))
     assert first == fingerprint(write_model(tmp_path / "b"))
     assert len(first) == 32
     int(first, 16)
 
 
-def test_a_folder_without_weights_says_so(tmp_path: Path) -> None:
-    """They lie elsewhere: two of them would look alike."""
+def test_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    """The weights are somewhere else, so two such folders would look alike."""
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match="contains no weights"):
         fingerprint(tmp_path)
 
 
-def test_other_weights_of_the_same_shape_differ(tmp_path: Path) -> None:
+def test_other_weights_of_the_same_shape_change_the_fingerprint(tmp_path: Path) -> None:
     assert fingerprint(write_model(tmp_path / "a")) != fingerprint(write_model(tmp_path / "b", 1))
 
 
-def test_one_retrained_tensor_is_enough(tmp_path: Path) -> None:
+def test_one_changed_tensor_changes_the_fingerprint(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "a")
     before = fingerprint(folder)
     tensors = {f"layer.{i}": torch.zeros(300, 40) for i in range(3)}
@@ -52,14 +52,14 @@ def test_one_retrained_tensor_is_enough(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json"])
-def test_configuration_counts(tmp_path: Path, name: str) -> None:
+def test_configuration_changes_the_fingerprint(tmp_path: Path, name: str) -> None:
     folder = write_model(tmp_path / "a")
     before = fingerprint(folder)
     (folder / name).write_text('{"changed": true}')
     assert fingerprint(folder) != before
 
 
-def test_what_cannot_change_bytes_does_not_count(tmp_path: Path) -> None:
+def test_readme_and_tokenizer_do_not_change_the_fingerprint(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "a")
     before = fingerprint(folder)
     (folder / "README.md").write_text("words")
@@ -68,7 +68,7 @@ def test_what_cannot_change_bytes_does_not_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf"])
-def test_formats_without_a_map_are_sampled_throughout(tmp_path: Path, name: str) -> None:
+def test_formats_without_an_index_are_sampled_throughout(tmp_path: Path, name: str) -> None:
     folder = write_model(tmp_path / "a")
     content = bytearray(torch.randn(100_000).numpy().tobytes())
     (folder / name).write_bytes(content)
@@ -82,7 +82,7 @@ def test_formats_without_a_map_are_sampled_throughout(tmp_path: Path, name: str)
 @pytest.mark.parametrize(
     "body", [b"", b"\x00" * 7, b"\xff" * 64, b"\x10\x00\x00\x00\x00\x00\x00\x00"]
 )
-def test_a_broken_safetensors_file_is_read_as_plain_bytes(tmp_path: Path, body: bytes) -> None:
+def test_broken_safetensors_file_is_sampled_as_plain_bytes(tmp_path: Path, body: bytes) -> None:
     folder = write_model(tmp_path / "a")
     (folder / "extra.safetensors").write_bytes(body)
     assert len(fingerprint(folder)) == 32
@@ -120,7 +120,7 @@ def safetensors(header: object) -> bytes:
     ],
     ids=lambda header: str(header)[:30],
 )
-def test_a_malformed_header_is_one_sentence(
+def test_malformed_safetensors_header_is_refused(
     tmp_path: Path, header: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
@@ -132,14 +132,14 @@ def test_a_malformed_header_is_one_sentence(
     assert weights_fingerprint(str(tmp_path), "", "", "auto") == ""
 
 
-def test_a_well_made_header_is_none_of_these(tmp_path: Path) -> None:
+def test_valid_safetensors_header_is_accepted(tmp_path: Path) -> None:
     header = {"a": {"data_offsets": [0, 64]}, "b": {"data_offsets": [64, 64]}, "__metadata__": 1}
     (tmp_path / "adapter_model.safetensors").write_bytes(safetensors(header))
     assert len(fingerprint(tmp_path)) == 32
 
 
 @pytest.mark.parametrize("name", ["config.json", "adapter_config.json"])
-def test_a_pipe_in_place_of_a_configuration_does_not_hang(tmp_path: Path, name: str) -> None:
+def test_pipe_in_place_of_a_configuration_file_does_not_hang(tmp_path: Path, name: str) -> None:
     folder = write_model(tmp_path)
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)

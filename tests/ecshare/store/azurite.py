@@ -24,11 +24,11 @@ CONTAINER = "ecshare"
 
 
 class NoNpmError(Exception):
-    """It cannot be installed here; says why."""
+    """Azurite cannot be installed; the message says why."""
 
 
 def installed(cache: Path) -> Path:
-    """Return the program; it is installed first if it is not there. NoNpmError: it cannot."""
+    """Return the program, installed if necessary. NoNpmError: it cannot be installed."""
     folder = cache / f"azurite-{VERSION}"
     program = folder / "node_modules/azurite/dist/src/blob/main.js"
     if shutil.which("npm") is None or shutil.which("node") is None:
@@ -60,7 +60,7 @@ class Azurite(Server):
         self._program = program
 
     def command(self) -> list[str]:
-        """Without telemetry, and for versions of the API that it does not know yet."""
+        """Disable telemetry, and accept API versions that it does not know yet."""
         return [
             *("node", str(self._program), "--blobHost", LOOPBACK),
             *("--blobPort", str(self.port.number), "--silent"),
@@ -68,7 +68,7 @@ class Azurite(Server):
         ]
 
     def environment(self) -> Mapping[str, str]:
-        """The accounts it shall have."""
+        """Set up the two accounts."""
         return {"AZURITE_ACCOUNTS": f"{ACCOUNT}:{KEY};{OTHER_ACCOUNT}:{KEY}"}
 
     def _answers(self) -> bool:
@@ -79,11 +79,11 @@ class Azurite(Server):
         return True
 
     def endpoint(self, account: str = ACCOUNT) -> str:
-        """Where the blobs of an account are."""
+        """Return the endpoint of an account."""
         return f"{self.base_url}/{account}"
 
     def storage_options(self, account: str = ACCOUNT) -> dict[str, Any]:
-        """As adlfs takes them: a connection string is its way to another server than Azure's."""
+        """Return options as adlfs takes them, which reaches other servers by connection string."""
         fields = {
             "DefaultEndpointsProtocol": "http",
             "AccountName": account,
@@ -94,7 +94,7 @@ class Azurite(Server):
         return {"connection_string": text}
 
     def make_container(self, account: str) -> None:
-        """Make CONTAINER, signed by hand: no client here can."""
+        """Make CONTAINER with a request signed by hand: no installed client can do it."""
         date, version = formatdate(usegmt=True), "2021-12-02"
         signed = (
             f"PUT{chr(10) * 12}x-ms-date:{date}\nx-ms-version:{version}\n"

@@ -31,7 +31,7 @@ class Bucket:
     storage_options: dict[str, Any]
 
     def config(self, url: str = "", **options: Any) -> StoreConfig:
-        """Options of a store of one's own in it; `options` replace single storage options."""
+        """Return options of a new store in it; `options` replace single storage options."""
         return StoreConfig(
             url=url or f"s3://{BUCKET}/{uuid.uuid4().hex}/cache",
             storage_options={**self.storage_options, **options},
@@ -63,7 +63,7 @@ def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Azurite]:
 
 
 def azure_config(azurite: Azurite, url: str = "", **options: Any) -> StoreConfig:
-    """Options of a store of one's own on it; `options` replace single storage options."""
+    """Return options of a new store on it; `options` replace single storage options."""
     return StoreConfig(
         url=url or f"az://{CONTAINER}/{uuid.uuid4().hex}/cache",
         storage_options={**azurite.storage_options(), **options},
@@ -77,7 +77,7 @@ def gcs() -> Iterator[GCS]:
 
 
 def gcs_config(gcs: GCS, url: str = "", **options: Any) -> StoreConfig:
-    """Options of a store on it; `options` replace single storage options."""
+    """Return options of a store on it; `options` replace single storage options."""
     return StoreConfig(
         url=url or f"gs://{gcs_server.BUCKET}/a/cache",
         storage_options={"endpoint_url": gcs.url, "token": "anon", **options},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""As much of Google Cloud Storage's XML API as a store needs; no package index has an emulator."""
+"""The part of Google Cloud Storage's XML API that a store needs. No package has an emulator."""
 
 import hashlib
 import threading
@@ -29,7 +29,7 @@ class _Object:
 
 @dataclass
 class GCS:
-    """A running server, and what it was asked: method, path, and headers in lower case."""
+    """A running server, and its requests: method, path, and headers in lower case."""
 
     url: str = ""
     objects: dict[str, _Object] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def parse_request(self) -> bool:
-        """Read it, body too, and remember it."""
+        """Read and record the request with its body."""
         if not super().parse_request():
             return False
         self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -144,7 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.say(200, text.encode())
 
     def say_error(self, status: int, code: str) -> None:
-        """Answer as Google does: its code in XML."""
+        """Respond with an error code in XML, as Google does."""
         text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>Words.</Message></Error>"
         self.say(status, text.encode())
 

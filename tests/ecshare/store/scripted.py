@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An HTTP server that answers as a test says."""
+"""An HTTP server whose responses a test defines."""
 
 import http.server
 import threading
@@ -11,7 +11,7 @@ DATED = {"last_modified": "Wed, 21 Oct 2026 07:28:00 GMT"}
 
 
 class Scripted(http.server.ThreadingHTTPServer):
-    """Answers as a test says, and keeps what it was asked."""
+    """Responds by a function of the test, and records the requests."""
 
     daemon_threads = True
 
@@ -41,7 +41,7 @@ class Asked(http.server.BaseHTTPRequestHandler):
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
-            with suppress(ConnectionError):  # who has heard enough hangs up
+            with suppress(ConnectionError):  # a client may hang up early
                 self.wfile.write(body)
 
     def say_error(self, status: int, code: str) -> None:

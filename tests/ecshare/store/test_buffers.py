@@ -7,7 +7,7 @@ from ecshare.store.buffers import fresh_buffer
 
 
 @pytest.mark.parametrize("size", [0, 1, 2**21 - 1, 2**21, 2**21 + 1, 5 * 2**21])
-def test_a_buffer_is_as_large_as_asked_for_and_ones_own(size: int) -> None:
+def test_fresh_buffer_has_the_asked_size_and_own_memory(size: int) -> None:
     one, two = fresh_buffer(size), fresh_buffer(size)
     assert len(one) == len(two) == size
     assert (one.format, one.ndim, one.readonly) == ("B", 1, False)
@@ -15,6 +15,6 @@ def test_a_buffer_is_as_large_as_asked_for_and_ones_own(size: int) -> None:
     assert bytes(two) == bytes(size)
 
 
-def test_a_kernel_without_huge_pages_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 12345)  # what it knows nothing of
+def test_fresh_buffer_works_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 12345)  # an unknown advice
     assert len(fresh_buffer(5 << 20)) == 5 << 20

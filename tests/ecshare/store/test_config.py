@@ -12,23 +12,23 @@ PATH = "ec_connector_extra_config"
 
 
 class Longer(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """As connectors do: their own options beside the store's."""
+    """Options of a connector beside the store's, as connectors define them."""
 
     save: str = "durable"
 
 
-def test_the_defaults_need_a_url_only() -> None:
+def test_url_is_the_only_required_option() -> None:
     config = parse(StoreConfig, {"url": "s3://bucket"}, PATH)
     assert (config.wait_s, config.io_timeout_s) == (5.0, 10.0)
     assert (config.buffer_bytes, config.host_cache_bytes) == (1 << 30, 4 << 30)
     assert config.storage_options == {}
 
 
-def test_a_whole_number_will_do_for_seconds() -> None:
+def test_seconds_may_be_an_integer() -> None:
     assert parse(StoreConfig, {"url": "/x", "wait_s": 3}, PATH).wait_s == 3.0
 
 
-def test_the_users_dict_is_left_alone() -> None:
+def test_parse_does_not_change_the_users_dict() -> None:
     raw = {"url": "/x", "storage_options": {"key": "k"}}
     parse(StoreConfig, raw, PATH)
     assert raw == {"url": "/x", "storage_options": {"key": "k"}}
@@ -59,20 +59,20 @@ def test_the_users_dict_is_left_alone() -> None:
         ({1: 2}, f"{PATH}.1: unknown option"),
     ],
 )
-def test_a_wrong_option_is_named_with_the_users_path(raw: Any, sentence: str) -> None:
+def test_config_error_names_the_users_path_of_the_option(raw: Any, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(StoreConfig, raw, PATH)
     assert str(caught.value).startswith(sentence)
     assert "$" not in str(caught.value)
 
 
-def test_options_of_a_longer_type_are_checked_together() -> None:
+def test_options_of_a_subclass_are_checked_together() -> None:
     assert parse(Longer, {"url": "/x", "save": "announced"}, PATH).save == "announced"
     with pytest.raises(ConfigError, match="did you mean 'save'"):
         parse(Longer, {"url": "/x", "savee": "announced"}, PATH)
 
 
-def test_secrets_do_not_reach_a_log() -> None:
+def test_secrets_are_masked_in_repr_and_logs() -> None:
     config = Longer(
         url="sftp://user:hidden1@host/x",
         storage_options={
@@ -107,17 +107,17 @@ def test_secrets_do_not_reach_a_log() -> None:
         ("/folder/a@b", "/folder/a@b"),
     ],
 )
-def test_a_login_is_masked_to_its_last_at(url: str, shown: str) -> None:
+def test_masked_url_hides_everything_before_the_last_at_sign(url: str, shown: str) -> None:
     assert masked_url(url) == shown
 
 
-def test_masking_copies() -> None:
+def test_masking_does_not_change_the_options() -> None:
     options = {"secret": "x"}
     assert masked(options) == {"secret": "***"}
     assert options == {"secret": "x"}
 
 
-def test_a_stores_id_is_its_place_not_its_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_id_depends_on_location_not_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
 

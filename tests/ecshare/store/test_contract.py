@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One suite over every way to keep objects. The gate tries those that differ the most."""
+"""The contract suite over every back end. The gate runs those that differ the most."""
 
 import errno
 import os
@@ -20,7 +20,7 @@ from tests.ecshare.store.gcs_server import GCS
 
 
 class TestMemory(StoreContract):
-    one_winner = False  # fsspec looks, then writes
+    one_winner = False  # fsspec checks existence, then writes
     states_md5 = False
 
     @pytest.fixture
@@ -39,7 +39,7 @@ class TestDirectory(StoreContract):
 
 
 class TestDirectoryWithoutHardLinks(StoreContract):
-    """As vfat and some network file systems are."""
+    """A folder as on vfat and some network file systems."""
 
     one_winner = creates_once = False
 
@@ -57,7 +57,7 @@ class TestDirectoryWithoutHardLinks(StoreContract):
 
 
 class TestFilesThroughFsspec(StoreContract):
-    """A filesystem of files, as sftp and smb are: writes become atomic by a move."""
+    """A filesystem of files like sftp and smb, where a move makes writes atomic."""
 
     create_only = one_winner = creates_once = states_md5 = False
 
@@ -83,7 +83,7 @@ class TestS3ThroughObstore(StoreContract):
 class TestS3ThroughS3fs(StoreContract):
     @pytest.fixture
     async def store(self, seaweedfs: Bucket) -> AsyncIterator[ObjectStore]:
-        # Only s3fs knows this option: the url takes the general road.
+        # Only s3fs has this option, so the store is opened through fsspec.
         store = open_store(seaweedfs.config(s3_additional_kwargs={}), "options")
         assert isinstance(store, FsspecStore)
         yield store
@@ -132,7 +132,7 @@ class TestAzureThroughObstore(StoreContract):
 
 @pytest.mark.nightly
 class TestGoogleThroughObstore(StoreContract):
-    """An imitation of its XML API answers: Google's own service was not asked."""
+    """Tested with an imitation of its XML API, not with Google's own service."""
 
     states_md5 = False
 

@@ -13,7 +13,7 @@ CLASSES = [
 ]
 
 
-def test_every_error_is_in_the_drawing() -> None:
+def test_module_docstring_shows_every_error_class() -> None:
     assert len(CLASSES) == 10
     for each in CLASSES:
         assert each.__name__ in (errors.__doc__ or "")
@@ -33,7 +33,7 @@ def test_every_error_is_in_the_drawing() -> None:
         (errors.StoreBusy, errors.StoreUnavailable),
     ],
 )
-def test_who_knows_nothing_of_ecshare_can_catch_them(
+def test_errors_can_be_caught_as_builtin_exceptions(
     ours: type[Exception], builtin: type[Exception]
 ) -> None:
     with pytest.raises(builtin):
@@ -41,5 +41,5 @@ def test_who_knows_nothing_of_ecshare_can_catch_them(
 
 
 @pytest.mark.parametrize("each", CLASSES)
-def test_the_text_is_the_sentence_also_in_another_process(each: type[Exception]) -> None:
+def test_error_text_survives_pickling(each: type[Exception]) -> None:
     assert str(pickle.loads(pickle.dumps(each("a sentence")))) == "a sentence"

@@ -39,7 +39,7 @@ def with_header(slab: bytearray, header: dict[str, Any] | bytes) -> bytearray:
     return bytearray(slab[:8] + text.ljust(PROLOGUE_BYTES - 8) + slab[PROLOGUE_BYTES:])
 
 
-def test_what_is_sealed_comes_out_again_without_a_copy() -> None:
+def test_unseal_returns_the_sealed_payload_without_a_copy() -> None:
     slab = sealed()
     found = unseal(memoryview(slab), KEY)
     assert found.spec == FACTS
@@ -49,27 +49,27 @@ def test_what_is_sealed_comes_out_again_without_a_copy() -> None:
     assert found.payload[0] == slab[PROLOGUE_BYTES]
 
 
-def test_safetensors_reads_it() -> None:
+def test_safetensors_can_read_an_object() -> None:
     slab = bytes(sealed())
     assert torch.equal(safetensors.torch.load(slab)["tensor"], TENSOR)
 
 
 @pytest.mark.parametrize("dtype", ITEM_BYTES)
-def test_safetensors_knows_every_dtype_by_the_same_name_and_size(dtype: str) -> None:
+def test_every_dtype_has_safetensors_name_and_size(dtype: str) -> None:
     slab = bytes(sealed(TensorSpec(dtype, (2, 3)), bytes(6 * ITEM_BYTES[dtype])))
     assert safetensors.torch.load(slab)["tensor"].shape == (2, 3)
     assert unseal(memoryview(slab), KEY).spec.num_bytes == 6 * ITEM_BYTES[dtype]
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 7), (1,) * 8])
-def test_scalars_and_empty_tensors_have_their_bytes(shape: tuple[int, ...]) -> None:
+def test_scalars_and_empty_tensors_are_sealed(shape: tuple[int, ...]) -> None:
     facts = TensorSpec("F32", shape)
     slab = sealed(facts, bytes(facts.num_bytes))
     assert unseal(memoryview(slab), KEY).spec == facts
     assert safetensors.torch.load(bytes(slab))["tensor"].shape == shape
 
 
-def test_the_prologue_is_as_documented() -> None:
+def test_prologue_is_as_documented() -> None:
     slab = sealed()
     assert struct.unpack("<Q", slab[:8]) == (PROLOGUE_BYTES - 8,)
     header = header_of(slab)
@@ -86,7 +86,7 @@ def test_the_prologue_is_as_documented() -> None:
     assert metadata["ecshare.checksum"] == f"xxh3_128:{digest.hexdigest()}"
 
 
-def test_typed_views_of_a_slab_are_taken() -> None:
+def test_seal_accepts_typed_views() -> None:
     slab = memoryview(bytearray(PROLOGUE_BYTES + 8))
     floats: Any = slab.cast("f")
     seal(floats, TensorSpec("F32", (2,)), KEY)
@@ -104,7 +104,7 @@ def test_typed_views_of_a_slab_are_taken() -> None:
         TensorSpec("BF16", (3, 5), {"a": float("nan")}),
     ],
 )
-def test_facts_that_do_not_fit_are_refused(facts: TensorSpec) -> None:
+def test_seal_refuses_a_spec_that_does_not_fit(facts: TensorSpec) -> None:
     slab = bytearray(PROLOGUE_BYTES + 30)
     with pytest.raises(ValueError, match="seal|JSON"):
         seal(memoryview(slab), facts, KEY)
@@ -112,7 +112,7 @@ def test_facts_that_do_not_fit_are_refused(facts: TensorSpec) -> None:
 
 
 @given(st.integers(0, (PROLOGUE_BYTES + 30) * 8 - 1))
-def test_a_flipped_bit_is_caught_or_means_nothing(bit: int) -> None:
+def test_flipped_bit_is_detected_or_harmless(bit: int) -> None:
     slab = sealed()
     slab[bit // 8] ^= 1 << bit % 8
     try:
@@ -122,8 +122,8 @@ def test_a_flipped_bit_is_caught_or_means_nothing(bit: int) -> None:
     assert (found.spec, bytes(found.payload)) == (FACTS, bytes(sealed()[PROLOGUE_BYTES:]))
 
 
-def test_every_bit_of_the_header_that_means_something_is_checked() -> None:
-    """Not a sample: all of them, up to the padding."""
+def test_every_flipped_bit_of_the_header_is_detected() -> None:
+    """Every bit is tried, up to the padding."""
     good = sealed()
     text = bytes(good[8:PROLOGUE_BYTES]).rstrip()
     survivors = 0
@@ -140,7 +140,7 @@ def test_every_bit_of_the_header_that_means_something_is_checked() -> None:
 
 
 @given(st.binary(max_size=PROLOGUE_BYTES + 100))
-def test_any_bytes_are_refused(body: bytes) -> None:
+def test_random_bytes_are_refused(body: bytes) -> None:
     with pytest.raises(ObjectCorrupt):
         unseal(memoryview(body), KEY)
 
@@ -169,10 +169,10 @@ FIELDS = st.sampled_from(
 
 
 @given(FIELDS, JSON, st.booleans())
-def test_a_header_with_any_other_value_is_refused(
+def test_header_with_a_changed_value_is_refused(
     field: tuple[str, ...], value: Any, verify: bool
 ) -> None:
-    """Without the checksum too nothing but ObjectCorrupt comes out, and never a wrong size."""
+    """Without verification, too, only ObjectCorrupt is raised and sizes are right."""
     slab = sealed()
     header = header_of(slab)
     inner = header
@@ -199,7 +199,7 @@ def test_a_header_with_any_other_value_is_refused(
         b'{"tensor":{"dtype":"U8","shape":[9999999999999999999999],"data_offsets":[0,1]}}',
     ],
 )
-def test_a_hostile_header_is_refused(header: bytes) -> None:
+def test_hostile_header_is_refused(header: bytes) -> None:
     with pytest.raises(ObjectCorrupt):
         unseal(memoryview(with_header(sealed(), header)), KEY)
 
@@ -216,7 +216,7 @@ def test_a_hostile_header_is_refused(header: bytes) -> None:
         ([1] * 9 + [15], [0, 30]),
     ],
 )
-def test_absurd_sizes_are_refused_without_the_checksum_too(
+def test_absurd_sizes_are_refused_without_verification(
     shape: list[int], offsets: list[int]
 ) -> None:
     slab = sealed()
@@ -229,7 +229,7 @@ def test_absurd_sizes_are_refused_without_the_checksum_too(
 @pytest.mark.parametrize(
     "attributes", ["", "[]", "null", '{"a":' + "[" * 3000, '{"a":', "{1:2}", "\ud800"]
 )
-def test_odd_attributes_are_refused(attributes: str) -> None:
+def test_malformed_attributes_are_refused(attributes: str) -> None:
     slab = sealed()
     header = header_of(slab)
     header["__metadata__"]["ecshare.attributes"] = attributes
@@ -238,24 +238,24 @@ def test_odd_attributes_are_refused(attributes: str) -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 1, 8, 100, PROLOGUE_BYTES, PROLOGUE_BYTES + 29])
-def test_a_torn_object_is_refused(cut: int) -> None:
+def test_truncated_object_is_refused(cut: int) -> None:
     with pytest.raises(ObjectCorrupt):
         unseal(memoryview(sealed())[:cut], KEY, verify=False)
 
 
-def test_a_sound_object_of_another_key_is_refused() -> None:
-    """Also without the checksum: it may have been copied over from another namespace."""
+def test_valid_object_of_another_key_is_refused() -> None:
+    """Also without verification: it may have been copied from another namespace."""
     for verify in (True, False):
         with pytest.raises(ObjectCorrupt, match="stored as"):
             unseal(memoryview(sealed()), KEY + ".r0", verify=verify)
 
 
-def test_bytes_behind_the_payload_are_refused() -> None:
+def test_trailing_bytes_are_refused() -> None:
     with pytest.raises(ObjectCorrupt, match="payload"):
         unseal(memoryview(bytes(sealed()) + b"x"), KEY, verify=False)
 
 
-def test_only_the_checksum_is_skipped_when_bytes_are_trusted() -> None:
+def test_without_verification_only_the_checksum_is_skipped() -> None:
     slab = sealed()
     slab[-1] ^= 1
     with pytest.raises(ObjectCorrupt, match="checksum"):
@@ -263,7 +263,7 @@ def test_only_the_checksum_is_skipped_when_bytes_are_trusted() -> None:
     assert unseal(memoryview(slab), KEY, verify=False).spec == FACTS
 
 
-def test_another_format_is_refused_by_its_number() -> None:
+def test_another_format_version_is_refused() -> None:
     slab = sealed()
     header = header_of(slab)
     header["__metadata__"]["ecshare.format"] = "1"
@@ -271,7 +271,7 @@ def test_another_format_is_refused_by_its_number() -> None:
         unseal(memoryview(with_header(slab, header)), KEY)
 
 
-def test_metadata_of_later_writers_is_ignored() -> None:
+def test_unknown_metadata_is_ignored() -> None:
     slab = sealed()
     header = header_of(slab)
     header["__metadata__"]["ecshare.later"] = "abc"

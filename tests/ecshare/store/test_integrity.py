@@ -23,23 +23,23 @@ def sealed(integrity: Integrity | None) -> bytearray:
     return slab
 
 
-def test_what_was_written_with_the_key_is_read_with_it() -> None:
+def test_object_is_read_with_the_key_it_was_written_with() -> None:
     assert unseal(memoryview(sealed(OURS)), KEY, integrity=OURS).spec == FACTS
 
 
-def test_a_reader_without_a_key_reads_it_too() -> None:
+def test_reader_without_a_key_reads_a_signed_object() -> None:
     assert unseal(memoryview(sealed(OURS)), KEY).spec == FACTS
 
 
 @pytest.mark.parametrize("writer", [None, OTHERS])
-def test_nothing_is_taken_without_the_right_mac(writer: Integrity | None) -> None:
+def test_object_without_the_right_mac_is_refused(writer: Integrity | None) -> None:
     with pytest.raises(ObjectCorrupt, match="MAC"):
         unseal(memoryview(sealed(writer)), KEY, integrity=OURS)
 
 
 @pytest.mark.parametrize("mac", [b"", "ä".encode(), b"blake3:", b"blake3:" + b"0" * 64])
-def test_a_forged_mac_is_refused(mac: bytes) -> None:
-    """The checksum is right: whoever may write can compute that."""
+def test_forged_mac_is_refused(mac: bytes) -> None:
+    """The checksum is right: an attacker with write access can compute it."""
     slab = sealed(OURS)
     start = slab.index(b"blake3:")
     stop = slab.index(b'"', start)
@@ -49,7 +49,7 @@ def test_a_forged_mac_is_refused(mac: bytes) -> None:
         unseal(memoryview(slab), KEY, integrity=OURS)
 
 
-def test_the_mac_covers_what_the_checksum_covers() -> None:
+def test_mac_covers_header_and_payload() -> None:
     believed, payload = b"facts", memoryview(b"payload")
     mac = OURS.mac(believed, payload)
     assert OURS.accepts(mac, believed, payload)
@@ -58,13 +58,15 @@ def test_the_mac_covers_what_the_checksum_covers() -> None:
     assert not OURS.accepts("\ud800", believed, payload)
 
 
-def test_the_fingerprint_tells_keys_apart_and_no_more() -> None:
+def test_fingerprint_identifies_the_key_without_revealing_it() -> None:
     assert OURS.fingerprint == Integrity(SECRET.encode()).fingerprint != OTHERS.fingerprint
     assert len(OURS.fingerprint) == 16
     assert OURS.fingerprint not in OURS.mac(b"", memoryview(b""))
 
 
-def test_the_key_may_come_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_may_come_from_the_environment_or_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "key").write_text(SECRET + "\n")
     monkeypatch.setenv("OUR_KEY", SECRET)
     for text in (SECRET, "env:OUR_KEY", f"file:{tmp_path}/key"):
@@ -85,7 +87,7 @@ def test_the_key_may_come_from_elsewhere(tmp_path: Path, monkeypatch: pytest.Mon
         (SECRET[:31], "it holds 31 bytes"),
     ],
 )
-def test_a_key_that_cannot_be_is_refused_with_the_fix(text: str, words: str) -> None:
+def test_invalid_key_is_refused_with_a_fix(text: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         open_integrity(text, "options")
     assert str(caught.value).startswith("options.integrity_key: ")
@@ -104,10 +106,10 @@ def test_a_key_that_cannot_be_is_refused_with_the_fix(text: str, words: str) -> 
         bytes.fromhex(SECRET),
     ],
 )
-def test_random_bytes_are_a_key_however_they_are_written(tmp_path: Path, key: bytes) -> None:
+def test_key_may_be_hex_base64_or_raw_bytes(tmp_path: Path, key: bytes) -> None:
     (tmp_path / "key").write_bytes(key)
     assert open_integrity(f"file:{tmp_path}/key", "options") is not None
 
 
-def test_logs_do_not_tell_the_key() -> None:
+def test_key_is_not_in_the_configs_repr() -> None:
     assert SECRET not in repr(StoreConfig(url="/x", integrity_key=SECRET))

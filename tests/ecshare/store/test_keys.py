@@ -49,8 +49,8 @@ OUTSIDE = (
 )
 
 
-def test_a_key_is_written_down() -> None:
-    """Changing what is stored where needs another format version."""
+def test_layout_of_keys_is_fixed() -> None:
+    """A change of this layout needs a new format version."""
     digest = hashlib.sha256(b"scat.png").hexdigest()
     assert object_key(Kind.EC, NAMESPACE, "cat.png") == f"ec/2/{NAMESPACE}/{digest[:2]}/{digest}"
     digest = hashlib.sha256(b"b\x00\x01").hexdigest()
@@ -67,7 +67,7 @@ def test_a_key_is_written_down() -> None:
 
 
 @given(st.one_of(st.text(), st.binary()))
-def test_whatever_the_name_the_key_has_the_same_shape(name: str | bytes) -> None:
+def test_object_key_has_the_same_shape_for_any_name(name: str | bytes) -> None:
     key = object_key(Kind.EC, NAMESPACE, name)
     assert SHAPE.fullmatch(key)
     assert is_object_key(key)
@@ -77,11 +77,11 @@ def test_whatever_the_name_the_key_has_the_same_shape(name: str | bytes) -> None
 @pytest.mark.parametrize(
     "name", ["../../evil/x", "/etc/passwd", "a\0b", "\ud800", "x" * 100_000, ""]
 )
-def test_a_hostile_name_does_not_show_in_the_key(name: str) -> None:
+def test_hostile_name_does_not_appear_in_the_key(name: str) -> None:
     assert SHAPE.fullmatch(object_key(Kind.EC, NAMESPACE, name))
 
 
-def test_names_parts_kinds_and_namespaces_are_told_apart() -> None:
+def test_name_part_kind_and_namespace_change_the_key() -> None:
     keys = {
         object_key(Kind.EC, NAMESPACE, "a"),
         object_key(Kind.EC, NAMESPACE, b"a"),
@@ -94,7 +94,7 @@ def test_names_parts_kinds_and_namespaces_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("part", ["../x", "R0", "x" * 33, "a/b", "a.b", "a\n"])
-def test_an_odd_part_is_refused(part: str) -> None:
+def test_malformed_part_is_refused(part: str) -> None:
     with pytest.raises(ValueError, match="part"):
         object_key(Kind.EC, NAMESPACE, "a", part)
 
@@ -102,7 +102,7 @@ def test_an_odd_part_is_refused(part: str) -> None:
 @pytest.mark.parametrize(
     "namespace", ["", "x" * 32, "F" * 32, "0" * 31, "../" * 8, "0" * 32 + "\n"]
 )
-def test_an_odd_namespace_is_refused(namespace: str) -> None:
+def test_malformed_namespace_is_refused(namespace: str) -> None:
     with pytest.raises(ValueError, match="namespace"):
         object_key(Kind.EC, namespace, "a")
     with pytest.raises(ValueError, match="namespace"):
@@ -119,11 +119,11 @@ def test_an_odd_namespace_is_refused(namespace: str) -> None:
         f"ec/2/{NAMESPACE}/00/{'f' * 64}",
     ],
 )
-def test_what_is_no_object_is_not_taken_for_one(key: str) -> None:
+def test_other_keys_are_not_object_keys(key: str) -> None:
     assert not is_object_key(key)
 
 
-def test_all_our_keys_are_safe() -> None:
+def test_own_keys_are_valid_keys() -> None:
     for key in (
         PROBE_KEY,
         manifest_key(Kind.KV, NAMESPACE),
@@ -134,13 +134,13 @@ def test_all_our_keys_are_safe() -> None:
 
 
 @pytest.mark.parametrize("text", OUTSIDE)
-def test_what_could_leave_a_store_is_no_key(text: str) -> None:
+def test_unsafe_text_is_not_a_key(text: str) -> None:
     with pytest.raises(ValueError, match="not a key"):
         Key(text)
 
 
 @given(st.text())
-def test_a_safe_key_stays_below_its_root(key: str) -> None:
+def test_safe_key_stays_below_its_root(key: str) -> None:
     if is_safe_key(key):
         assert not key.startswith("/")
         assert all(level and not level.startswith(".") for level in key.split("/"))
@@ -148,17 +148,17 @@ def test_a_safe_key_stays_below_its_root(key: str) -> None:
         assert key.isprintable()
 
 
-def test_one_json_text_per_value() -> None:
+def test_canonical_json_is_sorted_compact_ascii() -> None:
     assert canonical_json({"b": (1, 2), "a": "ä\ud800"}) == b'{"a":"\\u00e4\\ud800","b":[1,2]}'
 
 
 @pytest.mark.parametrize("value", [{1: 2}, [{None: 1}], {"a": float("nan")}, {"a": object()}])
-def test_what_json_would_change_is_refused(value: Any) -> None:
+def test_values_that_json_would_change_are_refused(value: Any) -> None:
     with pytest.raises((TypeError, ValueError)):
         canonical_json(value)
 
 
-def test_another_process_finds_the_same_names() -> None:
+def test_keys_are_the_same_in_another_process() -> None:
     script = (
         "from ecshare.store.keys import *; "
         f"print(object_key(Kind.EC, {NAMESPACE!r}, 'a'), namespace_digest({{'b': 1, 'a': 2}}))"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""S3 servers that lie about what they send: a failure or a refusal, and never much memory."""
+"""S3 servers with false lengths or ranges cause a failure or a refusal, with bounded memory."""
 
 import contextlib
 import socket
@@ -84,14 +84,14 @@ def serve(request: pytest.FixtureRequest) -> Iterator[Serve]:
         liar.close()
 
 
-async def test_a_body_shorter_than_announced_is_a_failure(serve: Serve) -> None:
+async def test_body_shorter_than_its_length_is_a_failure(serve: Serve) -> None:
     store, _ = serve("200 OK\r\nContent-Length: 1000", b"x" * 600, 1)
     with pytest.raises(StoreUnavailable):
         await read(store, KEY, LIMIT)
     await store.close()
 
 
-async def test_of_a_body_longer_than_announced_nothing_more_is_taken(serve: Serve) -> None:
+async def test_bytes_beyond_the_content_length_are_not_read(serve: Serve) -> None:
     store, _ = serve("200 OK\r\nContent-Length: 600", b"x" * 1000, 1)
     try:
         assert await read(store, KEY, LIMIT) == b"x" * 600
@@ -101,13 +101,13 @@ async def test_of_a_body_longer_than_announced_nothing_more_is_taken(serve: Serv
 
 
 @pytest.mark.parametrize("size", [LIMIT + 1, 1 << 40, (1 << 63) - 1])
-async def test_an_absurd_size_is_refused_before_the_body(serve: Serve, size: int) -> None:
+async def test_absurd_size_is_refused_before_the_body(serve: Serve, size: int) -> None:
     store, liar = serve(f"200 OK\r\nContent-Length: {size}", bytes(1 << 20), 200)
     with pytest.raises(ObjectCorrupt, match=str(size)):
         await read(store, KEY, LIMIT)
     await store.close()
     liar.close()
-    assert liar.sent_bytes < 64 << 20, "what fits into buffers on the way, and no more"
+    assert liar.sent_bytes < 64 << 20, "at most what fits into network buffers"
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,8 @@ async def test_an_absurd_size_is_refused_before_the_body(serve: Serve, size: int
         "999 What\r\nContent-Length: 10",
     ],
 )
-async def test_an_odd_answer_is_a_failure_at_worst(serve: Serve, head: str) -> None:
-    """Endless where its end is not told."""
+async def test_malformed_response_is_a_failure_at_worst(serve: Serve, head: str) -> None:
+    """The body is endless if the header gives no length."""
     store, liar = serve(head, b"0123456789" * 6000, 4000)
     try:
         found = await read(store, KEY, LIMIT)
@@ -140,10 +140,10 @@ async def test_an_odd_answer_is_a_failure_at_worst(serve: Serve, head: str) -> N
 
 
 @pytest.mark.parametrize("part", ["5-14/3", "5-14/15", "0-9/15", "90-99/10"])
-async def test_another_range_than_asked_for_is_a_failure(serve: Serve, part: str) -> None:
-    """Its bytes would land elsewhere, or nowhere, or leave a gap.
+async def test_response_with_another_range_is_a_failure(serve: Serve, part: str) -> None:
+    """Its bytes would be written to the wrong place, or leave a gap.
 
-    A client may take it for the object: then what is in it tells.
+    A client may take the body for the whole object: then its content must be right.
     """
     head = f"206 Partial Content\r\nContent-Length: 10\r\nContent-Range: bytes {part}"
     store, _ = serve(head, b"0123456789", 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets in which others have put odd keys, and servers whose listings do not end."""
+"""Listings of buckets with foreign or invalid keys, and endless listings."""
 
 import asyncio
 import logging
@@ -38,7 +38,7 @@ HARMLESS_ENDS = ["/", "/é", "/a%2Fb", "/%", "/" + "k" * 900, "/ x", "/a\\b", "/
 
 
 class Bucket:
-    """The objects of an S3 server, which lists `page` of them at once."""
+    """The objects of an S3 server, which lists `page` of them per request."""
 
     def __init__(self, *names: str, page: int = 1000) -> None:
         self.objects = dict.fromkeys((f"cache/{name}" for name in names), b"body")
@@ -103,13 +103,13 @@ async def names(store: ObjectStore, prefix: str) -> list[str]:
 
 @pytest.mark.parametrize("end", [*ODD_ENDS, *HARMLESS_ENDS])
 @pytest.mark.parametrize("write", [False, True])
-async def test_a_start_does_not_mind_odd_keys(end: str, *, write: bool) -> None:
+async def test_start_up_tolerates_invalid_keys(end: str, *, write: bool) -> None:
     with bucket(Bucket(f"probe{end}", f"ec/2/manifests{end}")) as (_, store):
         await probe(store, write=write)
         await store.close()
 
 
-async def test_a_start_of_a_used_store_lists_nothing() -> None:
+async def test_start_up_on_a_used_store_lists_nothing() -> None:
     with bucket(Bucket(PROBE_KEY)) as (server, store):
         for write in (False, True):
             await probe(store, write=write)
@@ -118,7 +118,7 @@ async def test_a_start_of_a_used_store_lists_nothing() -> None:
 
 
 @pytest.mark.parametrize("end", HARMLESS_ENDS)
-async def test_a_listing_leaves_out_keys_of_others(end: str) -> None:
+async def test_listing_tolerates_foreign_keys(end: str) -> None:
     manifest = manifest_key(Kind.EC, SPACE)
     with bucket(Bucket(manifest, f"ec/2/manifests{end}")) as (_, store):
         assert [each for each in await names(store, "ec/2/manifests/") if each in manifest] == [
@@ -129,10 +129,10 @@ async def test_a_listing_leaves_out_keys_of_others(end: str) -> None:
 
 
 @pytest.mark.parametrize("end", ODD_ENDS)
-async def test_a_listing_goes_on_behind_a_page_with_an_odd_key(
+async def test_listing_continues_after_a_page_with_an_invalid_key(
     end: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """obstore refuses the page as a whole."""
+    """obstore refuses the whole page."""
     monkeypatch.setattr(cloud, "LISTED", 1)
     before, behind = f"ec/2/manifests/{'0' * 32}", f"ec/2/manifests/{SPACE}"
     last = object_key(Kind.EC, SPACE, "x")
@@ -148,15 +148,15 @@ async def test_a_listing_goes_on_behind_a_page_with_an_odd_key(
     assert not any(c in caplog.text for c in "\t\x1b\x7f")
 
 
-async def test_objects_before_an_odd_key_on_its_page_are_lost_to_a_listing_alone() -> None:
+async def test_objects_hidden_from_listings_still_exist() -> None:
     with bucket(Bucket(KEY, "ec/2//x", "ec/2/zz//x")) as (_, store):
         assert await names(store, "ec/2/") == []
         assert await store.exists([KEY]) == [True]
         await store.close()
 
 
-async def test_a_server_that_cannot_begin_behind_a_key_is_asked_twice() -> None:
-    """As Azure's: obstore lists it anew from the start."""
+async def test_listing_without_start_after_support_is_tried_twice() -> None:
+    """Azure has no such parameter: obstore lists again from the start."""
 
     def stubborn(asked: Asked) -> None:
         asked.say(200, page(["cache/ec/2//x", f"cache/{KEY}"], ""))
@@ -167,7 +167,7 @@ async def test_a_server_that_cannot_begin_behind_a_key_is_asked_twice() -> None:
         await store.close()
 
 
-async def test_ever_more_odd_keys_end_a_listing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_many_invalid_keys_end_a_listing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cloud, "MOST_INVALID_KEYS", 3)
     odd = [f"ec/2/{n}\t" for n in range(9)]
     with bucket(Bucket(*odd, page=1)) as (server, store):
@@ -190,11 +190,11 @@ async def test_ever_more_odd_keys_end_a_listing(monkeypatch: pytest.MonkeyPatch)
         ("z\x7f", ""),
     ],
 )
-def test_where_a_listing_goes_on(odd: str, offset: str) -> None:
+def test_offset_behind_an_invalid_key(odd: str, offset: str) -> None:
     assert offset_behind(odd) == offset
 
 
-def test_a_listing_goes_on_before_the_next_key_of_ours() -> None:
+def test_offset_behind_an_invalid_key_skips_no_own_key() -> None:
     ours = sorted([KEY, manifest_key(Kind.EC, SPACE), PROBE_KEY, "ec/2/sizes/a/2", "a.b", "a-b"])
     for end in ODD_ENDS:
         for at in ("a", "ec", "ec/2", "ec/2/manifests", KEY, KEY[:-1], "zz"):
@@ -211,10 +211,10 @@ FOR_EVER = {"empty": [], "of the same key": [f"cache/{KEY}"], "of foreign keys":
 
 @pytest.mark.parametrize("keys", FOR_EVER.values(), ids=FOR_EVER)
 @pytest.mark.parametrize("road", ["obstore", "s3fs"])
-async def test_a_listing_that_does_not_end_stops_with_its_reader(
+async def test_endless_listing_stops_when_its_reader_is_cancelled(
     road: str, keys: list[str]
 ) -> None:
-    """Also where one page after the other is empty, which obstore takes all together."""
+    """Also if all pages are empty, which obstore reads in one call."""
     loop = asyncio.get_running_loop()
     some = asyncio.Event()
     num = 0
@@ -238,7 +238,7 @@ async def test_a_listing_that_does_not_end_stops_with_its_reader(
         listing.cancel()
         await asyncio.wait([listing])
         await store.close()
-        async with asyncio.timeout(20):  # some may be on their way
+        async with asyncio.timeout(20):  # some requests may still be in flight
             while await is_asked():
                 pass
 
@@ -249,7 +249,7 @@ async def drained(listing: AsyncIterator[ObjectInfo]) -> None:
 
 
 @pytest.mark.parametrize("module", [cloud, fsspec_store])
-async def test_a_listing_that_does_not_end_is_given_up(
+async def test_endless_listing_fails_after_most_pages(
     module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MOST_PAGES", 5)
@@ -262,8 +262,8 @@ async def test_a_listing_that_does_not_end_is_given_up(
         await store.close()
 
 
-async def test_s3fs_is_asked_for_no_more_pages_than_are_read() -> None:
-    """Of a million objects only some are counted; all would take minutes."""
+async def test_s3fs_listing_fetches_only_the_pages_that_are_read() -> None:
+    """Only some of a million objects are counted, since all would take minutes."""
     there = [object_key(Kind.EC, SPACE, str(n)) for n in range(9)]
     with bucket(Bucket(*there, page=2), s3_additional_kwargs={}) as (server, store):
         async with aclosing(store.list("ec/2/")) as listing:  # type: ignore[type-var]
@@ -273,7 +273,7 @@ async def test_s3fs_is_asked_for_no_more_pages_than_are_read() -> None:
         await store.close()
 
 
-async def test_other_filesystems_are_read_folder_by_folder(
+async def test_other_filesystems_are_listed_folder_by_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
@@ -302,7 +302,7 @@ async def test_other_filesystems_are_read_folder_by_folder(
     await store.close()
 
 
-async def test_manifests_are_found_behind_odd_keys() -> None:
+async def test_manifests_after_invalid_keys_are_found() -> None:
     facts = {"model": "m"}
     with bucket(Bucket("ec/2/manifests//x", "ec/2/manifests/../x")) as (_, store):
         await write_manifest(store, Kind.EC, namespace_digest(facts), facts)

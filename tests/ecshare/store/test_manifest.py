@@ -39,19 +39,19 @@ async def store() -> AsyncIterator[ObjectStore]:
     await store.close()
 
 
-async def test_what_is_written_is_read(store: ObjectStore) -> None:
+async def test_written_manifest_is_read_back(store: ObjectStore) -> None:
     await write_manifest(store, Kind.EC, NAMESPACE, FACTS)
     await write_manifest(store, Kind.EC, NAMESPACE, FACTS)
     assert await read_manifest(store, Kind.EC, NAMESPACE) == FACTS
 
 
-async def test_a_namespace_nobody_wrote_has_none(store: ObjectStore) -> None:
+async def test_unknown_namespace_has_no_manifest(store: ObjectStore) -> None:
     await write_manifest(store, Kind.EC, NAMESPACE, FACTS)
     assert await read_manifest(store, Kind.KV, NAMESPACE) is None
     assert await read_manifest(store, Kind.EC, "0" * 32) is None
 
 
-async def test_facts_of_another_namespace_are_not_written(store: ObjectStore) -> None:
+async def test_facts_of_another_namespace_are_refused(store: ObjectStore) -> None:
     with pytest.raises(ValueError, match="digest"):
         await write_manifest(store, Kind.EC, "0" * 32, FACTS)
 
@@ -69,7 +69,7 @@ async def test_facts_of_another_namespace_are_not_written(store: ObjectStore) ->
         json.dumps(FACTS).encode() + b" " * MAX_BYTES,
     ],
 )
-async def test_odd_manifests_are_refused(store: ObjectStore, body: bytes) -> None:
+async def test_malformed_manifests_are_refused(store: ObjectStore, body: bytes) -> None:
     await store.put(manifest_key(Kind.EC, NAMESPACE), body)
     with pytest.raises(ObjectCorrupt, match=NAMESPACE):
         await read_manifest(store, Kind.EC, NAMESPACE)
@@ -94,7 +94,7 @@ def nested(levels: int) -> dict[str, Any]:
         ({"a": [{"b": 0, "c": 0}] * 300}, False),
     ],
 )
-async def test_facts_that_take_long_to_compare_are_refused(
+async def test_deep_or_large_facts_are_refused(
     store: ObjectStore, facts: dict[str, Any], is_read: bool
 ) -> None:
     namespace = namespace_digest(facts)
@@ -105,13 +105,13 @@ async def test_facts_that_take_long_to_compare_are_refused(
             await read_manifest(store, Kind.EC, namespace)
 
 
-async def test_a_damaged_manifest_is_replaced(store: ObjectStore) -> None:
+async def test_damaged_manifest_is_replaced(store: ObjectStore) -> None:
     await store.put(manifest_key(Kind.EC, NAMESPACE), b"{}")
     await write_manifest(store, Kind.EC, NAMESPACE, FACTS)
     assert await read_manifest(store, Kind.EC, NAMESPACE) == FACTS
 
 
-async def test_manifests_are_listed_and_nothing_else(store: ObjectStore) -> None:
+async def test_listing_returns_valid_manifests_only(store: ObjectStore) -> None:
     assert await list_manifests(store, Kind.EC) == []
     await write_manifest(store, Kind.EC, NAMESPACE, FACTS)
     other = FACTS | {"epoch": "2"}
@@ -129,7 +129,7 @@ async def test_manifests_are_listed_and_nothing_else(store: ObjectStore) -> None
     assert all(abs((each.modified_s or 0) - time.time()) < 120 for each in found)
 
 
-async def test_of_very_many_manifests_the_youngest_are_read(tmp_path: Path) -> None:
+async def test_only_the_newest_manifests_are_read(tmp_path: Path) -> None:
     store = open_store(StoreConfig(url=str(tmp_path)), "options")
     for number in range(70):
         facts = {"epoch": str(number)}
@@ -141,8 +141,8 @@ async def test_of_very_many_manifests_the_youngest_are_read(tmp_path: Path) -> N
     await store.close()
 
 
-async def test_what_is_too_large_for_a_manifest_hides_none(store: ObjectStore) -> None:
-    """Only so many are read, and anybody may have written younger ones."""
+async def test_oversized_manifests_hide_no_valid_one(store: ObjectStore) -> None:
+    """The number of manifests read is bounded, and a stranger may write newer ones."""
     await write_manifest(store, Kind.EC, NAMESPACE, FACTS)
     for number in range(MOST_READ):
         key = manifest_key(Kind.EC, f"{number:032x}")
@@ -150,7 +150,7 @@ async def test_what_is_too_large_for_a_manifest_hides_none(store: ObjectStore) -
     assert [each.namespace for each in await list_manifests(store, Kind.EC)] == [NAMESPACE]
 
 
-def test_the_nearest_differs_in_the_fewest_fields_but_in_some() -> None:
+def test_nearest_has_the_fewest_differing_fields_but_not_none() -> None:
     facts = {"a": 1, "b": 2, "c": 3}
     far, near, same = ({**facts, **change} for change in ({"a": 0, "b": 0}, {"c": 0}, {}))
     others = [Manifest(namespace_digest(each), each, 0.0) for each in (far, near, same)]
@@ -160,7 +160,7 @@ def test_the_nearest_differs_in_the_fewest_fields_but_in_some() -> None:
     assert nearest(facts, others[2:]) is None
 
 
-def test_a_tier_is_no_neighbour_of_a_connector() -> None:
+def test_tier_manifest_is_not_nearest_to_a_connector() -> None:
     connector, tier = {"a": 1}, {"a": 1, "tier": 1}
     both = [Manifest(namespace_digest(each), each, 0.0) for each in (connector, tier)]
     assert nearest(connector, both) is None
@@ -170,7 +170,7 @@ def test_a_tier_is_no_neighbour_of_a_connector() -> None:
     assert found.facts == tier
 
 
-def test_the_fields_that_differ_are_named() -> None:
+def test_differences_name_the_differing_fields() -> None:
     other = {"model": "qwen", "weights": {"a.safetensors": 124, "b": 1}, "epoch": "2"}
     assert differences(FACTS, other) == [
         'dtype: "bfloat16" != (none)',
@@ -184,7 +184,7 @@ def test_the_fields_that_differ_are_named() -> None:
     assert differences({"a": 1}, {"a": True}) == ["a: 1 != true"]
 
 
-def test_what_others_wrote_cannot_forge_a_log_nor_flood_it() -> None:
+def test_differences_of_hostile_facts_are_escaped_and_bounded() -> None:
     odd = {"a\n2026 ERROR": "\x1b[31m" + "x" * 500, "b": "y" * 400 + "1"}
     lines = differences({"b": "y" * 400 + "2"}, odd)
     assert len(lines) == 2
@@ -200,7 +200,7 @@ JSON = st.recursive(
 
 
 @given(st.one_of(st.binary(max_size=300), JSON.map(lambda value: json.dumps(value).encode())))
-def test_any_manifest_is_facts_or_is_refused(body: bytes) -> None:
+def test_random_manifest_is_refused(body: bytes) -> None:
     async def ask() -> object:
         store = open_store(StoreConfig(url=f"memory://{uuid.uuid4().hex}"), "options")
         await store.put(manifest_key(Kind.EC, NAMESPACE), body)
@@ -210,11 +210,11 @@ def test_any_manifest_is_facts_or_is_refused(body: bytes) -> None:
         except ObjectCorrupt:
             return None, listed
 
-    assert asyncio.run(ask()) == (None, []), "nobody can make up facts of a given digest"
+    assert asyncio.run(ask()) == (None, []), "facts of a given digest cannot be made up"
 
 
 @given(JSON, JSON)
-def test_any_two_facts_are_compared(one: Any, two: Any) -> None:
+def test_any_two_facts_can_be_compared(one: Any, two: Any) -> None:
     lines = differences({"a": one}, {"a": two})
     assert all(line.isprintable() for line in lines)
     assert bool(lines) == (json.dumps(one, sort_keys=True) != json.dumps(two, sort_keys=True))

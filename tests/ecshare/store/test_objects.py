@@ -23,7 +23,7 @@ def refusal(url: str, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("form", ["{}", "file://{}", "local://{}", "file://localhost{}", "{}/"])
-def test_a_folder_has_many_spellings(tmp_path: Path, form: str) -> None:
+def test_folder_url_may_have_several_spellings(tmp_path: Path, form: str) -> None:
     store = open_store(StoreConfig(url=form.format(tmp_path / "store")), PATH)
     assert isinstance(store, DirectoryStore)
     assert (tmp_path / "store").is_dir()
@@ -32,18 +32,18 @@ def test_a_folder_has_many_spellings(tmp_path: Path, form: str) -> None:
 @pytest.mark.parametrize(
     "url", ["store", "./store", "file://store", "file:store", "~/store", "", "file://", "C:\\store"]
 )
-def test_a_folder_that_depends_on_the_working_directory_is_refused(url: str) -> None:
+def test_relative_folder_is_refused(url: str) -> None:
     sentence = refusal(url)
     assert sentence.startswith(f"{PATH}.url: {url!r} is not an absolute folder")
     assert "'/folder'" in sentence
 
 
-def test_a_folder_takes_no_options(tmp_path: Path) -> None:
+def test_folder_store_takes_no_storage_options(tmp_path: Path) -> None:
     open_store(StoreConfig(url=str(tmp_path), storage_options={"auto_mkdir": True}), PATH)
     assert refusal(str(tmp_path), key="x").startswith(f"{PATH}.storage_options.key: a folder")
 
 
-def test_an_unknown_protocol_gets_a_hint() -> None:
+def test_unknown_protocol_is_refused_with_a_hint() -> None:
     assert refusal("ss3://bucket") == f"{PATH}.url: unknown protocol 'ss3'; did you mean 's3'?"
     assert "known: " in refusal("xyzzy://bucket")
 
@@ -52,7 +52,7 @@ def test_chained_urls_are_refused() -> None:
     assert refusal("simplecache::s3://bucket").startswith(f"{PATH}.url: chained urls")
 
 
-def test_a_missing_package_is_a_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_error_contains_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     import fsspec
 
     def missing(protocol: str) -> None:
@@ -78,7 +78,7 @@ def test_a_missing_package_is_a_pip_command(monkeypatch: pytest.MonkeyPatch) -> 
     assert refusal("az://box", account_name="a", timeout=3).endswith("adlfs: pip install adlfs")
 
 
-def test_options_a_filesystem_does_not_take_are_refused() -> None:
+def test_options_the_filesystem_does_not_take_are_refused() -> None:
     assert refusal("github://x", org=3).startswith(f"{PATH}.storage_options: ")
 
 
@@ -101,17 +101,17 @@ UNKNOWN = "s3fs, which opens this store, does not know it; "
         ({"xyzzy": 1}, f"xyzzy: {UNKNOWN}known: anon, "),
     ],
 )
-def test_no_option_is_lost_on_the_other_road(options: dict[str, Any], sentence: str) -> None:
+def test_option_that_s3fs_does_not_know_is_refused(options: dict[str, Any], sentence: str) -> None:
     assert refusal("s3://bucket", **KEYS, **options).startswith(
         f"{PATH}.storage_options.{sentence}"
     )
 
 
-def test_a_profile_goes_on_the_other_road() -> None:
+def test_profile_works_through_s3fs() -> None:
     open_store(StoreConfig(url="s3://bucket", storage_options={**ROAD, "profile": "team"}), PATH)
 
 
-def test_without_obstore_its_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_obstores_option_names_are_refused_without_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ecshare.store.cloud.store", None)
     open_store(StoreConfig(url="s3://bucket", storage_options=KEYS), PATH)
     assert "s3fs, which opens this store, does not know" in refusal(
@@ -119,7 +119,7 @@ def test_without_obstore_its_names_are_refused(monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-def test_the_road_is_logged_once_and_without_secrets(
+def test_client_of_a_store_is_logged_once_without_secrets(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     caplog.set_level(logging.DEBUG, logger="ecshare")
@@ -156,7 +156,7 @@ def test_the_road_is_logged_once_and_without_secrets(
         ("ecshare.store.cloud.store", "torch vllm fsspec s3fs botocore"),
     ],
 )
-def test_importing_one_part_is_light(module: str, absent: str) -> None:
+def test_module_import_pulls_in_no_heavy_package(module: str, absent: str) -> None:
     script = f"import sys, {module}; print(*(set({absent!r}.split()) & set(sys.modules)))"
     found = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checksum of an object that is added up while the object comes in."""
+"""The checksum that is computed while an object arrives."""
 
 from collections.abc import Sequence
 
@@ -29,7 +29,7 @@ def sealed() -> bytearray:
 
 
 def added_up(body: bytes | bytearray, cuts: Sequence[int]) -> StreamingChecksum:
-    """Of pieces that begin at 0 and at each of `cuts`, in the order given."""
+    """Feed pieces that begin at 0 and at each of `cuts`, in the given order."""
     starts = [0, *cuts]
     ends = {
         start: end for start, end in zip(sorted(starts), [*sorted(cuts), len(body)], strict=True)
@@ -41,14 +41,14 @@ def added_up(body: bytes | bytearray, cuts: Sequence[int]) -> StreamingChecksum:
 
 
 @given(st.lists(st.integers(PROLOGUE_BYTES, SIZE - 1), unique=True, max_size=6))
-def test_it_is_that_of_the_whole_however_it_is_cut(cuts: list[int]) -> None:
+def test_streamed_digest_equals_that_of_the_whole_object(cuts: list[int]) -> None:
     streamed = added_up(sealed(), sorted(cuts))
     assert streamed.digest(SIZE)
     assert unseal(memoryview(sealed()), KEY, streamed=streamed).spec == FACTS
 
 
 @given(st.integers(0, SIZE - 1), st.integers(1, 255))
-def test_a_changed_byte_changes_it_or_leaves_it_to_the_reader(at: int, change: int) -> None:
+def test_changed_byte_is_detected_despite_a_streamed_digest(at: int, change: int) -> None:
     slab = sealed()
     slab[at] ^= change
     streamed = added_up(slab, [PROLOGUE_BYTES + 1000])
@@ -60,7 +60,7 @@ def test_a_changed_byte_changes_it_or_leaves_it_to_the_reader(at: int, change: i
     assert at < PROLOGUE_BYTES, "a byte of the payload was changed"
 
 
-def test_what_the_reader_is_told_is_what_it_compares() -> None:
+def test_reader_compares_the_streamed_digest() -> None:
     other = sealed()
     other[-1] ^= 1
     with pytest.raises(ObjectCorrupt, match="checksum"):
@@ -70,11 +70,11 @@ def test_what_the_reader_is_told_is_what_it_compares() -> None:
 @pytest.mark.parametrize(
     "cuts", [[6000, 5000], [100], [PROLOGUE_BYTES - 1]], ids=["out of order", "short", "shorter"]
 )
-def test_it_is_not_known_of_pieces_in_disorder_or_without_a_prologue(cuts: list[int]) -> None:
+def test_digest_is_unknown_for_unordered_or_short_pieces(cuts: list[int]) -> None:
     assert added_up(sealed(), cuts).digest(SIZE) == ""
 
 
-def test_it_is_not_known_before_all_has_come_nor_of_what_came_twice() -> None:
+def test_digest_is_unknown_for_missing_or_repeated_bytes() -> None:
     slab = memoryview(sealed())
     running = StreamingChecksum()
     assert running.digest(0) == ""
@@ -85,14 +85,14 @@ def test_it_is_not_known_before_all_has_come_nor_of_what_came_twice() -> None:
     assert running.digest(SIZE) == ""
 
 
-def test_what_is_no_object_is_left_to_the_reader() -> None:
+def test_digest_is_unknown_for_bytes_that_are_no_object() -> None:
     running = StreamingChecksum()
     running.take(0, memoryview(b"x" * SIZE))
     assert running.digest(SIZE) == ""
 
 
-def test_what_is_there_counts_and_not_what_came_first() -> None:
-    """A store may send the beginning twice: the later bytes lie in the host cache."""
+def test_digest_of_overwritten_bytes_is_not_used() -> None:
+    """A store may send the beginning twice: the host cache then holds the later bytes."""
     streamed, there = added_up(sealed(), []), sealed()
     other = TensorSpec("U8", (3000,), {"num_embeds": 4})
     seal(memoryview(there), other, KEY)

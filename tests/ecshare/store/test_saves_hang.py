@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""However many saves a store holds up, it still answers who reads."""
+"""A store answers reads while any number of saves hang."""
 
 import asyncio
 import contextlib
@@ -21,12 +21,12 @@ from ecshare.store.open import open_store
 from tests.ecshare.store.scripted import DATED, Asked, serving
 
 KEY = object_key(Kind.EC, "0" * 32, "stored")
-NUM_SAVES = 70  # more than any road has threads for
+NUM_SAVES = 70  # more than any client has threads for
 GIVE_UP_S = 30.0
 
 
 class Held:
-    """What a save runs into: it goes no further until the test is over."""
+    """Blocks saves until the test ends."""
 
     def __init__(self) -> None:
         self.released = threading.Event()
@@ -50,7 +50,7 @@ def held() -> Iterator[Held]:
 
 @contextlib.asynccontextmanager
 async def hung_saves(store: ObjectStore, held: Held, number: int = 8) -> AsyncIterator[None]:
-    """Have many saves begin, of which `number` at least are held up."""
+    """Start many saves, and wait until at least `number` of them hang."""
     keys = [object_key(Kind.EC, "0" * 32, f"new {number}") for number in range(NUM_SAVES)]
     saves = [asyncio.create_task(store.put(key, b"body")) for key in keys]
     await asyncio.to_thread(held.until_arrived, number)
@@ -68,7 +68,7 @@ async def check_reads(store: ObjectStore) -> None:
         assert await store.exists([KEY]) == [True]
 
 
-async def test_a_disk_that_hangs(
+async def test_reads_work_while_saves_hang_on_a_disk(
     tmp_path: Path, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = DirectoryStore.open(f"{tmp_path}/store", "options.url")
@@ -78,7 +78,7 @@ async def test_a_disk_that_hangs(
         await check_reads(store)
 
 
-async def test_a_filesystem_that_blocks(held: Held) -> None:
+async def test_reads_work_while_saves_hang_in_a_filesystem(held: Held) -> None:
     class Hanging(MemoryFileSystem):  # type: ignore[misc]
         protocol = "hanging"
 
@@ -101,7 +101,7 @@ async def test_a_filesystem_that_blocks(held: Held) -> None:
         (lambda config: open_fsspec(config, ""), 8),
     ],
 )
-async def test_a_server_that_does_not_answer_a_put(
+async def test_reads_work_while_a_server_does_not_answer_puts(
     held: Held,
     opened: Callable[[StoreConfig], ObjectStore],
     number: int,

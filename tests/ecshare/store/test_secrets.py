@@ -21,10 +21,10 @@ def parsed(url: str = S3, integrity_key: str = "", **storage_options: Any) -> St
     return parse(StoreConfig, raw, PATH)
 
 
-# --- where secrets come from ---
+# --- sources of secrets ---
 
 
-def test_a_secret_comes_from_the_environment_or_a_file(
+def test_secret_may_come_from_the_environment_or_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OURS", "hidden1")
@@ -45,7 +45,7 @@ def test_a_secret_comes_from_the_environment_or_a_file(
         assert f"file:{tmp_path}/secret" in text
 
 
-def test_a_url_of_a_file_is_no_reference_unless_a_secret_is_wanted(tmp_path: Path) -> None:
+def test_file_url_is_a_reference_only_in_a_secret_option(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("hidden")
     there = f"file://{tmp_path}/secret"
     config = parsed(fo=there, password=there)
@@ -65,7 +65,7 @@ def test_a_url_of_a_file_is_no_reference_unless_a_secret_is_wanted(tmp_path: Pat
         ("file:{here}", "cannot be read"),
     ],
 )
-def test_what_a_secret_refers_to_must_be_there(tmp_path: Path, value: str, words: str) -> None:
+def test_unreadable_secret_reference_is_refused(tmp_path: Path, value: str, words: str) -> None:
     (tmp_path / "latin-1").write_bytes(b"\xff")
     with pytest.raises(ConfigError) as caught:
         parsed(client_kwargs={"password": value.format(here=tmp_path)})
@@ -73,7 +73,7 @@ def test_what_a_secret_refers_to_must_be_there(tmp_path: Path, value: str, words
     assert words in str(caught.value)
 
 
-def test_an_account_of_google_may_come_from_the_environment(
+def test_google_account_may_come_from_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from ecshare.store.cloud.plan import CloudPlan, plan
@@ -98,14 +98,14 @@ def test_an_account_of_google_may_come_from_the_environment(
         ({"endpoint_url": "http://me:hidden@host:9000"}, "endpoint_url"),
     ],
 )
-def test_a_literal_secret_is_named_with_the_fix(options: dict[str, Any], field: str) -> None:
+def test_literal_secret_causes_a_warning_with_a_fix(options: dict[str, Any], field: str) -> None:
     (warning,) = parsed(**options).warnings(PATH)
     assert warning.startswith(f"{PATH}.storage_options.{field}: a secret is written into the conf")
     assert "write env:NAME or file:/path" in warning
     assert "hidden" not in warning
 
 
-def test_the_key_of_the_store_and_the_password_of_the_url_are_secrets_too() -> None:
+def test_integrity_key_and_url_password_are_secrets_too() -> None:
     one, two = parsed("sftp://me:hidden@host/x", integrity_key="hidden").warnings(PATH)
     assert one.startswith(f"{PATH}.url: ")
     assert f"{PATH}.storage_options.password" in one
@@ -113,7 +113,7 @@ def test_the_key_of_the_store_and_the_password_of_the_url_are_secrets_too() -> N
     assert "hidden" not in one + two
 
 
-def test_what_is_no_secret_earns_no_warning(
+def test_references_and_non_secrets_cause_no_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OURS", "hidden1")
@@ -135,7 +135,7 @@ def test_what_is_no_secret_earns_no_warning(
     assert parsed("gs://bucket/x", token="/etc/account.json").warnings(PATH) == []
 
 
-# --- what is shown ---
+# --- masking ---
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_what_is_no_secret_earns_no_warning(
         "service_account",
     ],
 )
-def test_a_name_tells_a_secret(name: str) -> None:
+def test_options_with_secret_names_are_masked(name: str) -> None:
     options: dict[str, Any] = {name: "hidden", "list": [{name: ["hidden", {"x": "hidden"}]}]}
     assert "hidden" not in str(masked(options))
     assert "hidden" not in str(masked({name: {"X-Any": "hidden"}}))
@@ -167,7 +167,7 @@ def test_a_name_tells_a_secret(name: str) -> None:
         ("token", None),
     ],
 )
-def test_what_is_no_secret_is_shown(name: str, value: object) -> None:
+def test_options_that_are_no_secrets_are_shown(name: str, value: object) -> None:
     assert masked({name: value}) == {name: value}
 
 
@@ -184,24 +184,24 @@ def test_what_is_no_secret_is_shown(name: str, value: object) -> None:
         "obstore says: value 'hidden' is odd",
     ],
 )
-def test_the_words_of_others_are_masked(text: str) -> None:
+def test_secrets_in_foreign_text_are_masked(text: str) -> None:
     shown = masked_text(text, {"hidden"} if "obstore" in text else ())
     assert "hidden" not in shown
     assert "***" in shown
 
 
-def test_ordinary_words_are_left_alone() -> None:
+def test_text_without_secrets_is_not_masked() -> None:
     text = "GET http://host:9/bucket/key=3?prefix=a failed: the key is gone @ 5 s, 'token' unknown"
     assert masked_text(text, {"abc"}) == text
 
 
 @pytest.mark.parametrize("url", ["sftp:/me:hidden@host/x", "s3://me:hidden/x", "s3://me:hidden[/x"])
-def test_a_misspelt_url_hides_its_login_too(url: str) -> None:
+def test_login_of_a_malformed_url_is_masked(url: str) -> None:
     assert "hidden" not in masked_url(url)
 
 
 class Picky(AbstractFileSystem):  # type: ignore[misc]
-    """A filesystem of somebody who shows all that was given."""
+    """A filesystem whose error message contains all options."""
 
     protocol = "picky"
 
@@ -221,7 +221,7 @@ fsspec.register_implementation("picky", Picky)
         ("sftp:/me:hidden@host/x", {}),
     ],
 )
-def test_refusals_tell_no_secret_nor_do_their_causes(url: str, options: dict[str, Any]) -> None:
+def test_refusals_and_their_causes_contain_no_secret(url: str, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         open_store(parsed(url, **options), PATH)
     assert str(caught.value).startswith(PATH)
@@ -229,7 +229,7 @@ def test_refusals_tell_no_secret_nor_do_their_causes(url: str, options: dict[str
     assert caught.value.__cause__ is None
 
 
-# --- what is refused ---
+# --- refusals ---
 
 
 def nested(levels: int) -> dict[str, Any]:
@@ -248,7 +248,7 @@ def nested(levels: int) -> dict[str, Any]:
         ({"url": "/x", "a\nb": 1}, ": 'a\\nb' is not a name of an option"),
     ],
 )
-def test_options_that_nobody_can_show_are_refused(raw: dict[str, Any], words: str) -> None:
+def test_options_that_cannot_be_displayed_are_refused(raw: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(StoreConfig, raw, PATH)
     assert str(caught.value).startswith(PATH + words)

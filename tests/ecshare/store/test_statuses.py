@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of every HTTP status, for each kind of request, on each road to a bucket."""
+"""The outcome of every HTTP status, for each kind of request and each client."""
 
 import base64
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,7 +18,7 @@ from ecshare.store.open import open_store
 from ecshare.store.statuses import CONFLICTS
 from tests.ecshare.store.scripted import DATED, Asked, serving
 
-pytestmark = pytest.mark.s3  # sockets, all of it
+pytestmark = pytest.mark.s3  # all of them need sockets
 
 KEY = object_key(Kind.EC, "0" * 32, "an object")
 BODY = b"the same bytes"
@@ -27,7 +27,7 @@ ROADS = ("s3", "az", "gs", "s3fs")
 REFUSALS = [status for status in HTTPStatus if status >= HTTPStatus.MULTIPLE_CHOICES]
 EXISTS = {"s3": (412, "PreconditionFailed"), "az": (409, "BlobAlreadyExists"),
           "gs": (412, "PreconditionFailed"), "s3fs": (412, "PreconditionFailed")}  # fmt: skip
-"""How each says that a create-only PUT has found the object."""
+"""Each server's response to a create-only PUT of an existing object."""
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def have_clients_ask_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise each 5xx takes a second."""
+    """Disable retries, since otherwise each 5xx takes a second."""
     monkeypatch.setattr(cloud, "_RETRIES", 0)
     monkeypatch.setattr("s3fs.core.S3FileSystem.retries", 1)
 
@@ -76,9 +76,9 @@ CALLS: dict[str, Callable[[ObjectStore], Awaitable[object]]] = {
     "probe": lambda store: probe(store, write=True),
 }
 MISSING = {"get": ObjectMissing, "stat": ObjectMissing, "exists": [False], "delete": None}
-"""What a 404 is in answer to a request for one object."""
+"""The outcome of a 404 for requests of one object."""
 BATCHES = [("az", "delete")]
-"""Requests to a container, though they name one object."""
+"""Requests that go to a container although they name one object."""
 
 
 async def outcome(call: Awaitable[object]) -> object:
@@ -89,7 +89,7 @@ async def outcome(call: Awaitable[object]) -> object:
 
 
 async def check_refusals(road: str, statuses: Sequence[int]) -> None:
-    """No refusal counts as done, and nothing but a StoreError comes out."""
+    """Check that no error status counts as success, and that only StoreErrors are raised."""
     now = 0
     with serving(lambda asked: refuse(asked, now, "Odd")) as server:
         store = store_at(road, server.endpoint)
@@ -105,16 +105,16 @@ async def check_refusals(road: str, statuses: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize("road", ROADS)
-async def test_no_refusal_counts_as_done_and_nothing_but_a_store_error_comes_out(
+async def test_every_error_status_is_a_store_error(
     road: str,
 ) -> None:
-    """tests/faults tries every number."""
+    """tests/faults tries every status."""
     few = [each for each in REFUSALS if each < 500 or each in (500, 503)]
     await check_refusals(road, few if road == "s3fs" else REFUSALS)  # s3fs waits after each 5xx
 
 
 class Bucket:
-    """Holds objects. Refuses the first so many requests of `verb`, then does as it should."""
+    """Holds objects. Answers requests of `verb` with `refusals`, then works normally."""
 
     def __init__(self, road: str, verb: str = "PUT") -> None:
         self.road = road
@@ -148,7 +148,7 @@ CONFLICT = [(409, "ConditionalRequestConflict"), (409, "OperationAborted"), (409
 @pytest.mark.parametrize("is_there", [False, True])
 @pytest.mark.parametrize("replace", [False, True])
 @pytest.mark.parametrize("road", ROADS)
-async def test_a_put_that_ended_well_is_in_the_bucket(
+async def test_successful_put_is_in_the_bucket_despite_conflicts(
     road: str, replace: bool, is_there: bool
 ) -> None:
     bucket = Bucket(road)
@@ -174,8 +174,8 @@ async def test_a_put_that_ended_well_is_in_the_bucket(
 
 
 @pytest.mark.parametrize("road", ROADS)
-async def test_a_duplicate_costs_one_request(road: str) -> None:
-    """Where the server says what it means."""
+async def test_duplicate_put_costs_one_request(road: str) -> None:
+    """This holds if the server's error code is specific."""
     bucket = Bucket(road)
     with serving(bucket) as server:
         store = store_at(road, server.endpoint)
@@ -187,8 +187,8 @@ async def test_a_duplicate_costs_one_request(road: str) -> None:
 
 
 @pytest.mark.parametrize("road", ROADS)
-async def test_no_other_put_is_told_that_the_object_exists(road: str) -> None:
-    """One that replaces has set no condition: it was refused, whatever the words."""
+async def test_replacing_put_is_never_told_that_the_object_exists(road: str) -> None:
+    """It sets no condition, so such a response is a refusal, whatever its code."""
     bucket = Bucket(road)
     with serving(bucket) as server:
         store = store_at(road, server.endpoint)
@@ -200,7 +200,7 @@ async def test_no_other_put_is_told_that_the_object_exists(road: str) -> None:
 
 @pytest.mark.parametrize("verb", ["GET", "HEAD"])
 @pytest.mark.parametrize("road", ROADS)
-async def test_after_a_conflict_an_object_is_asked_for_once_more(road: str, verb: str) -> None:
+async def test_read_is_retried_once_after_a_conflict(road: str, verb: str) -> None:
     bucket = Bucket(road, verb)
     with serving(bucket) as server:
         store = store_at(road, server.endpoint)

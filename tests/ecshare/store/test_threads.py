@@ -16,11 +16,11 @@ def threads() -> Iterator[Threads]:
     threads.close()
 
 
-async def test_a_call_runs_elsewhere(threads: Threads) -> None:
+async def test_call_runs_in_another_thread(threads: Threads) -> None:
     assert await threads.run(threading.get_ident) != threading.get_ident()
 
 
-async def test_the_loop_goes_on_while_a_call_blocks(threads: Threads) -> None:
+async def test_event_loop_runs_while_a_call_blocks(threads: Threads) -> None:
     released = threading.Event()
     blocked = asyncio.ensure_future(threads.run(released.wait, 20))
     assert await threads.run(lambda: "meanwhile") == "meanwhile"
@@ -29,7 +29,7 @@ async def test_the_loop_goes_on_while_a_call_blocks(threads: Threads) -> None:
     assert await blocked
 
 
-async def test_its_error_comes_back(threads: Threads) -> None:
+async def test_exception_of_a_call_is_raised(threads: Threads) -> None:
     with pytest.raises(ZeroDivisionError):
         await threads.run(lambda: 1 // 0)
 
@@ -41,7 +41,7 @@ async def test_each_keeps_the_order(threads: Threads, num_items: int) -> None:
 
 
 async def test_each_uses_all_threads(threads: Threads) -> None:
-    """They wait for one another: with fewer threads than three this would not end."""
+    """The calls wait for one another, and would hang with fewer than three threads."""
     gather_all = threading.Barrier(3)
     assert await threads.each(lambda _: gather_all.wait(30) >= 0, range(6)) == [True] * 6
 
@@ -51,8 +51,8 @@ async def test_both_uses_two_threads(threads: Threads) -> None:
     await threads.run(threads.both, lambda: met.wait(30), lambda: met.wait(30))
 
 
-async def test_both_waits_for_no_thread_that_is_busy(threads: Threads) -> None:
-    """All threads do this at once: one that waited for another would wait for ever."""
+async def test_both_does_not_deadlock_when_all_threads_are_busy(threads: Threads) -> None:
+    """All threads call it at once: waiting for a free one would deadlock."""
     met, done = threading.Barrier(3), list[int]()
 
     def call() -> None:
@@ -71,7 +71,7 @@ async def test_both_raises_what_either_raises(threads: Threads, failing: int) ->
         await threads.run(threads.both, *calls)
 
 
-async def test_whoever_stops_waiting_leaves_the_others_their_threads(threads: Threads) -> None:
+async def test_cancelled_calls_leave_a_thread_for_others(threads: Threads) -> None:
     begun, released = threading.Semaphore(0), threading.Event()
 
     def hang() -> None:
@@ -89,13 +89,13 @@ async def test_whoever_stops_waiting_leaves_the_others_their_threads(threads: Th
     released.set()
 
 
-async def test_together_keeps_the_order_and_takes_none() -> None:
+async def test_gather_all_keeps_the_order_and_accepts_no_items() -> None:
     assert await gather_all(asyncio.sleep(0.01 / n, n) for n in (1, 2, 3)) == [1, 2, 3]
     assert await gather_all([]) == []
 
 
 @pytest.mark.parametrize("by", ["failure", "cancellation"])
-async def test_when_one_fails_the_others_have_ended_too(by: str) -> None:
+async def test_gather_all_ends_all_tasks_when_one_fails(by: str) -> None:
     ended, all_run = [], asyncio.Barrier(3)
 
     async def goes_on() -> None:
@@ -119,14 +119,14 @@ async def test_when_one_fails_the_others_have_ended_too(by: str) -> None:
     assert ended == [True, True]
 
 
-def test_what_comes_after_the_end_is_cancelled() -> None:
+def test_submit_after_shutdown_is_cancelled() -> None:
     workers = Workers(1)
     workers.shutdown()
     with pytest.raises(asyncio.CancelledError):
         workers.submit(print)
 
 
-def test_threads_that_cannot_be_started_are_no_end() -> None:
+def test_failed_thread_initializer_raises_in_every_submit() -> None:
     def fail() -> None:
         raise OSError("no such device")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other users of this host, played by processes of ours. Only root can."""
+"""Processes that run as other users of this host. Only root can start them."""
 
 import os
 import pickle
@@ -43,7 +43,7 @@ def as_user(uid: int, work: Callable[[], Any], groups: tuple[int, ...] = ()) -> 
 
 @contextmanager
 def open_folder() -> Iterator[Path]:
-    """A folder like /tmp, which other users reach: those of tests are closed to them."""
+    """Make a folder like /tmp that other users can enter, unlike pytest's folders."""
     folder = Path(tempfile.mkdtemp(prefix="ecshare-test-"))
     folder.chmod(0o1777)
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some of what `make test-faults` tries on an S3 server that answers wrongly: see tests/faults."""
+"""Some of the wrong S3 responses that `make test-faults` tries: see tests/faults."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ MODES = [
     "put:conflict",
     "put:full",
 ]
-# A lie that the checksum finds, one that it does not, a refusal, and a save that is done already.
+# Damage that the checksum finds, another object, a refusal, and a duplicate save.
 GATE = ("get:flipped", "get:another", "put:403", "put:exists")
 
 
@@ -34,12 +34,12 @@ def at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 @pytest.mark.parametrize("mode", gate_tries_only(GATE, MODES))
-def test_whatever_it_answers_costs_hits_and_no_more(at: World, mode: str) -> None:
+def test_wrong_s3_responses_cost_only_hits(at: World, mode: str) -> None:
     check_jobs(at, mode)
 
 
 @pytest.mark.parametrize("status", ["304", "409", "412"])
-def test_a_conflict_is_a_failure_of_which_the_breaker_hears(
+def test_repeated_conflicts_open_the_breakers(
     at: World, status: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     at.begin()
@@ -55,7 +55,7 @@ def test_a_conflict_is_a_failure_of_which_the_breaker_hears(
 
 @pytest.mark.parametrize("etag", ["", NO_MD5], ids=["its own etag", "an etag that is no md5"])
 @pytest.mark.parametrize("damage", [half, flipped])
-def test_what_is_damaged_in_the_store_is_made_good(
+def test_damaged_object_in_the_store_is_replaced(
     at: World, damage: Callable[[bytes], bytes], etag: str
 ) -> None:
     check_damaged(at, "medium", damage(at.good[f"cache/{key_of('medium')}"].body), etag)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connectors that vLLM closes one after the other must not take the time of each."""
+"""Connectors that vLLM closes one after another share one time limit."""
 
 from ecshare.transfer.closing import ClosingTime
 
@@ -11,7 +11,7 @@ class Clock:
         return self.now_s
 
 
-def test_those_that_close_one_right_after_the_other_share_their_time() -> None:
+def test_consecutive_closes_share_one_deadline() -> None:
     clock = Clock()
     closing, deadlines_s = ClosingTime(clock), []
     for wait_s in (3.0, 1.0, 0.0):
@@ -21,7 +21,7 @@ def test_those_that_close_one_right_after_the_other_share_their_time() -> None:
     assert deadlines_s == [104.0] * 3
 
 
-def test_who_closes_later_has_time_of_its_own() -> None:
+def test_later_close_has_its_own_deadline() -> None:
     clock = Clock()
     closing = ClosingTime(clock)
     with closing.until(4.0):
@@ -32,7 +32,7 @@ def test_who_closes_later_has_time_of_its_own() -> None:
     assert deadline_s == clock.now_s + 4.0
 
 
-def test_who_does_not_wait_takes_no_time_of_others() -> None:
+def test_closes_that_do_not_wait_use_up_no_time() -> None:
     clock = Clock()
     closing = ClosingTime(clock)
     for _ in range(100):

@@ -60,7 +60,7 @@ def engine(tmp_path: Path) -> Iterator[TransferEngine]:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Iterator[TransferEngine]:
-    """An engine on another host: the same store, another host cache."""
+    """Start an engine on another host: the same store, another host cache."""
     engine = TransferEngine(config(tmp_path, "other-host"), "options")
     yield engine
     engine.close()
@@ -90,7 +90,7 @@ def stored_file(tmp_path: Path, name: str) -> Path:
     return tmp_path / "store" / key(name)
 
 
-def test_put_then_fetch_on_another_host(
+def test_stored_object_is_fetched_on_another_host(
     engine: TransferEngine, elsewhere: TransferEngine, staging: Staging
 ) -> None:
     assert finish(engine, Put(key("a"), filled(staging))).outcome is Outcome.OK
@@ -102,7 +102,7 @@ def test_put_then_fetch_on_another_host(
     stored.release()
 
 
-def test_the_same_host_reads_its_cache_not_the_store(
+def test_fetch_on_the_same_host_reads_its_cache(
     engine: TransferEngine, staging: Staging, tmp_path: Path
 ) -> None:
     finish(engine, Put(key("a"), filled(staging)))
@@ -110,7 +110,7 @@ def test_the_same_host_reads_its_cache_not_the_store(
     value(finish(engine, Fetch(key("a"), 5))).release()
 
 
-def test_another_stores_objects_in_the_same_host_cache_do_not_count(
+def test_host_cache_separates_objects_of_different_stores(
     engine: TransferEngine, staging: Staging, tmp_path: Path
 ) -> None:
     finish(engine, Put(key("a"), filled(staging)))
@@ -125,7 +125,7 @@ def test_another_stores_objects_in_the_same_host_cache_do_not_count(
     neighbour.close()
 
 
-def test_what_was_fetched_is_there_for_other_processes_of_the_host(
+def test_fetched_object_is_available_to_other_processes_of_the_host(
     engine: TransferEngine, elsewhere: TransferEngine, staging: Staging
 ) -> None:
     finish(engine, Put(key("a"), filled(staging)))
@@ -137,18 +137,18 @@ def test_what_was_fetched_is_there_for_other_processes_of_the_host(
     assert open_object(elsewhere.host, key("b")) is None
 
 
-def test_a_missing_object_is_a_miss(engine: TransferEngine) -> None:
+def test_missing_object_is_a_miss(engine: TransferEngine) -> None:
     assert finish(engine, Fetch(key("none"), 5)).outcome is Outcome.MISSING
 
 
-def test_a_damaged_object_is_a_miss_and_makes_room_for_a_good_one(
+def test_damaged_object_is_removed_and_can_be_stored_again(
     engine: TransferEngine, elsewhere: TransferEngine, staging: Staging, tmp_path: Path
 ) -> None:
     finish(engine, Put(key("a"), filled(staging)))
     path = stored_file(tmp_path, "a")
     body = bytearray(path.read_bytes())
     body[PROLOGUE_BYTES + 3] ^= 1
-    path.unlink()  # not in place: it may be the host cache's too
+    path.unlink()  # a new file, since the host cache may have a hard link to the old one
     path.write_bytes(body)
     assert finish(elsewhere, Fetch(key("a"), 5)).outcome is Outcome.CORRUPT
     assert finish(elsewhere, Fetch(key("a"), 5)).outcome is Outcome.MISSING
@@ -156,7 +156,7 @@ def test_a_damaged_object_is_a_miss_and_makes_room_for_a_good_one(
     value(finish(elsewhere, Fetch(key("a"), 5))).release()
 
 
-def test_lookup_asks_host_and_store_in_the_order_of_the_keys(
+def test_lookup_checks_host_and_store_in_key_order(
     engine: TransferEngine, elsewhere: TransferEngine, staging: Staging, tmp_path: Path
 ) -> None:
     finish(engine, Put(key("a"), filled(staging)))
@@ -168,7 +168,7 @@ def test_lookup_asks_host_and_store_in_the_order_of_the_keys(
     assert finish(engine, Lookup(keys, 5, store_only=True)).value == (False, True, False, False)
 
 
-def test_what_the_store_has_lost_and_this_host_has_is_stored_again(
+def test_backfill_stores_a_lost_object_from_the_host_cache(
     engine: TransferEngine, elsewhere: TransferEngine, staging: Staging, tmp_path: Path
 ) -> None:
     finish(engine, Put(key("a"), filled(staging)))
@@ -180,7 +180,7 @@ def test_what_the_store_has_lost_and_this_host_has_is_stored_again(
     assert finish(engine, Backfill(key("b"))).outcome is Outcome.MISSING
 
 
-def test_what_somebody_on_this_host_is_storing_is_not_stored_again(
+def test_backfill_skips_an_object_being_stored_on_this_host(
     engine: TransferEngine, staging: Staging, tmp_path: Path
 ) -> None:
     finish(engine, Put(key("a"), filled(staging)))
@@ -193,7 +193,7 @@ def test_what_somebody_on_this_host_is_storing_is_not_stored_again(
     assert finish(engine, Backfill(key("a"))).value is True
 
 
-def test_a_put_says_so_while_it_is_stored(
+def test_put_holds_a_claim_while_it_stores(
     tmp_path: Path, staging: Staging, failing: "Failing"
 ) -> None:
     engine = TransferEngine(config(tmp_path, io_timeout_s=1.0), "options", store=failing)
@@ -206,7 +206,7 @@ def test_a_put_says_so_while_it_is_stored(
     assert engine.host.claim(Key(f"{key('a')}.storing")) is not None
 
 
-def test_a_full_host_cache_still_serves_this_process(
+def test_fetch_with_a_full_host_cache_serves_this_process(
     engine: TransferEngine, staging: Staging, tmp_path: Path
 ) -> None:
     finish(engine, Put(key("a"), filled(staging)))
@@ -218,7 +218,7 @@ def test_a_full_host_cache_still_serves_this_process(
     cramped.close()
 
 
-def test_poll_never_waits_and_counts_down(engine: TransferEngine) -> None:
+def test_poll_does_not_wait_and_in_flight_counts_jobs(engine: TransferEngine) -> None:
     assert engine.poll() == []
     engine.submit(Lookup((key("a"),), 5))
     assert engine.in_flight == 1
@@ -226,7 +226,7 @@ def test_poll_never_waits_and_counts_down(engine: TransferEngine) -> None:
     assert engine.in_flight == 0
 
 
-def test_an_idle_wait_ends_with_the_next_job_and_tells_of_it(engine: TransferEngine) -> None:
+def test_idle_wait_ends_with_a_job_and_calls_its_handler(engine: TransferEngine) -> None:
     told: list[Outcome] = []
     engine.submit(Handle(Lookup((key("a"),), 5), lambda done: told.append(done.outcome)))
     while engine.in_flight:
@@ -234,10 +234,10 @@ def test_an_idle_wait_ends_with_the_next_job_and_tells_of_it(engine: TransferEng
     assert told == [Outcome.OK]
 
 
-def test_an_idle_wait_lasts_though_no_job_is_under_way(
+def test_idle_wait_waits_although_no_job_runs(
     engine: TransferEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next one is due in a moment: an announced chunk is looked up again and again."""
+    """The next job is due in a moment, because announced chunks are polled."""
     waits: list[float] = []
 
     class NoEnds:
@@ -251,14 +251,14 @@ def test_an_idle_wait_lasts_though_no_job_is_under_way(
     monkeypatch.undo()
 
 
-def test_a_closed_engine_rejects(engine: TransferEngine, staging: Staging) -> None:
+def test_closed_engine_rejects_jobs(engine: TransferEngine, staging: Staging) -> None:
     engine.close()
     engine.close()
     assert finish(engine, Fetch(key("a"), 5)).outcome is Outcome.REJECTED
     assert finish(engine, Put(key("a"), filled(staging))).outcome is Outcome.REJECTED
 
 
-def test_start_up_leaves_the_manifest_and_a_bad_store_is_a_config_error(tmp_path: Path) -> None:
+def test_start_up_writes_the_manifest_or_raises_config_error(tmp_path: Path) -> None:
     engine = TransferEngine(config(tmp_path), "options")
     facts = {"model": "m"}
     digest = namespace_digest(facts)
@@ -274,7 +274,7 @@ def test_start_up_leaves_the_manifest_and_a_bad_store_is_a_config_error(tmp_path
 
 
 class Failing:
-    """A store that does as told; real ones cannot be made to fail on the n-th call."""
+    """A store that fails or stalls on request; real ones cannot fail on the n-th call."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -342,7 +342,7 @@ def unlucky(tmp_path: Path, failing: Failing) -> Iterator[TransferEngine]:
     engine.close()
 
 
-def test_a_refusal_names_the_url_without_its_login(tmp_path: Path, failing: Failing) -> None:
+def test_config_error_shows_the_url_without_its_login(tmp_path: Path, failing: Failing) -> None:
     failing.error = StoreUnavailable("gone")
     options = StoreConfig(url="ftp://me:hidden@host/x", host_cache_dir=str(tmp_path / "host"))
     engine = TransferEngine(options, "options", store=failing)
@@ -352,7 +352,7 @@ def test_a_refusal_names_the_url_without_its_login(tmp_path: Path, failing: Fail
     engine.close()
 
 
-def test_store_errors_and_bugs_become_outcomes(
+def test_store_errors_and_exceptions_become_outcomes(
     unlucky: TransferEngine, failing: Failing, staging: Staging
 ) -> None:
     for error in (StoreUnavailable("gone"), RuntimeError("a bug")):
@@ -361,7 +361,7 @@ def test_store_errors_and_bugs_become_outcomes(
         assert finish(unlucky, Put(key("b"), filled(staging))).outcome is Outcome.UNAVAILABLE
 
 
-def test_a_failed_put_takes_out_of_the_host_cache_only_what_it_put_there(
+def test_failed_put_removes_only_its_own_host_cache_entry(
     unlucky: TransferEngine, failing: Failing, staging: Staging
 ) -> None:
     assert finish(unlucky, Put(key("a"), filled(staging))).outcome is Outcome.OK
@@ -373,7 +373,7 @@ def test_a_failed_put_takes_out_of_the_host_cache_only_what_it_put_there(
     assert finish(unlucky, Fetch(key("b"), 5)).outcome is Outcome.UNAVAILABLE
 
 
-def test_a_stalled_store_costs_the_timeout_then_nothing(
+def test_stalled_store_costs_a_few_timeouts_then_nothing(
     unlucky: TransferEngine, failing: Failing
 ) -> None:
     failing.stalls = True
@@ -385,14 +385,14 @@ def test_a_stalled_store_costs_the_timeout_then_nothing(
     assert failing.calls <= calls + 1
 
 
-def test_an_idle_wait_ends_without_the_job(unlucky: TransferEngine, failing: Failing) -> None:
+def test_idle_wait_ends_before_a_stalled_job(unlucky: TransferEngine, failing: Failing) -> None:
     failing.stalls = True
     unlucky.submit(Lookup((key("a"),), 60))
     unlucky.wait_idle()
     assert unlucky.in_flight == 1
 
 
-def test_a_save_that_is_cancelled_keeps_its_memory_until_the_store_lets_go_of_it(
+def test_cancelled_save_keeps_its_memory_until_the_put_ends(
     tmp_path: Path, failing: Failing, staging: Staging
 ) -> None:
     engine = TransferEngine(config(tmp_path, io_timeout_s=3600), "options", store=failing)
@@ -423,7 +423,7 @@ def test_save_that_timed_out_frees_its_memory_without_the_garbage_collector(
         gc.enable()
 
 
-def test_what_was_left_alone_does_not_outlive_its_engine(tmp_path: Path, failing: Failing) -> None:
+def test_abandoned_operations_end_with_their_engine(tmp_path: Path, failing: Failing) -> None:
     engine = TransferEngine(config(tmp_path, io_timeout_s=3600), "options", store=failing)
     failing.stalls = True
     for number in range(3):
@@ -437,13 +437,13 @@ def test_what_was_left_alone_does_not_outlive_its_engine(tmp_path: Path, failing
     assert failing.is_closed
 
 
-def test_misses_keep_the_store_healthy(unlucky: TransferEngine, failing: Failing) -> None:
+def test_misses_do_not_open_the_breaker(unlucky: TransferEngine, failing: Failing) -> None:
     for _ in range(20):
         assert finish(unlucky, Fetch(key("a"), 5)).outcome is Outcome.MISSING
     assert failing.calls == 20
 
 
-def test_a_save_that_timed_out_keeps_its_bytes_for_whoever_still_sends_them(
+def test_memory_of_a_timed_out_save_is_not_reused_while_it_is_sent(
     unlucky: TransferEngine, failing: Failing, staging: Staging
 ) -> None:
     failing.stalls = True
@@ -455,7 +455,7 @@ def test_a_save_that_timed_out_keeps_its_bytes_for_whoever_still_sends_them(
     assert bytes(body) == sent
 
 
-def test_a_fetched_object_is_given_to_who_can_use_it(
+def test_fetch_passes_the_object_to_its_use_function(
     engine: TransferEngine, elsewhere: TransferEngine, staging: Staging
 ) -> None:
     finish(engine, Put(key("cat"), filled(staging)))
@@ -474,10 +474,10 @@ def test_a_fetched_object_is_given_to_who_can_use_it(
     assert finish(elsewhere, Fetch(key("dog"), 5.0, use=use)).outcome is Outcome.MISSING
 
 
-def test_a_fetch_is_not_over_while_its_object_is_used(
+def test_cancelled_fetch_ends_after_its_use_function(
     engine: TransferEngine, staging: Staging
 ) -> None:
-    """Cancelled or not: what is written to must not be given to others before."""
+    """The memory that `use` writes to must not be given to others before."""
     finish(engine, Put(key("cat"), filled(staging)))
     is_using, may_end = threading.Event(), threading.Event()
     ends: list[str] = []
@@ -497,10 +497,8 @@ def test_a_fetch_is_not_over_while_its_object_is_used(
     assert (done.outcome, ends) == (Outcome.CANCELLED, ["used"])
 
 
-def test_every_thread_that_may_meet_the_device_is_set_up_first(
-    tmp_path: Path, staging: Staging
-) -> None:
-    """A thread begins with device 0 as its own: what it asks of CUDA makes a context there."""
+def test_every_thread_runs_the_start_function_first(tmp_path: Path, staging: Staging) -> None:
+    """A new thread uses device 0: its first CUDA call would create a context there."""
     begun: list[str] = []
     seen: list[str] = []
 
@@ -508,7 +506,7 @@ def test_every_thread_that_may_meet_the_device_is_set_up_first(
         begun.append(threading.current_thread().name)
 
     class Copied:
-        """Stands for the event of a copy from a device, which is waited for in whatever thread."""
+        """A stand-in for the event of a copy from a device, which any thread may wait for."""
 
         def synchronize(self) -> None:
             seen.append(threading.current_thread().name)
@@ -531,7 +529,7 @@ def test_every_thread_that_may_meet_the_device_is_set_up_first(
     assert set(seen) <= set(begun)
 
 
-def test_a_thread_that_cannot_be_set_up_serves_all_the_same(
+def test_failed_thread_start_function_is_only_logged(
     tmp_path: Path, staging: Staging, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> None:

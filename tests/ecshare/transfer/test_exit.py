@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that ends without `close`: what was under way is dropped, and nothing is said."""
+"""A process that exits without `close` drops its pending jobs silently."""
 
 import gc
 import subprocess
@@ -33,15 +33,15 @@ for number in range(300):
 """
 
 
-def test_it_ends_without_a_word(tmp_path: Path) -> None:
+def test_process_exits_silently_with_pending_jobs(tmp_path: Path) -> None:
     url, host = f"file://{tmp_path}/store", str(tmp_path / "host")
     script = [sys.executable, "-c", ENDS_AT_ONCE, url, host]
     ended = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-def test_no_thread_of_ours_outlives_the_interpreter(tmp_path: Path) -> None:
-    """A daemon thread is stopped wherever it is: in C++ this ends the process by SIGABRT."""
+def test_engine_threads_stop_at_interpreter_exit(tmp_path: Path) -> None:
+    """A daemon thread is stopped anywhere; inside C++ this would end the process by SIGABRT."""
     config = StoreConfig(url=f"file://{tmp_path}/store", host_cache_dir=str(tmp_path / "host"))
     others = set(threading.enumerate())
     left, closed = (TransferEngine(config, "options") for _ in range(2))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs that wait for their turn hold no descriptors, pins or memory, however many they are."""
+"""Queued jobs hold no descriptors, pins or memory."""
 
 import threading
 from collections.abc import Iterator
@@ -43,12 +43,12 @@ def _store() -> Iterator[None]:
 
 
 class CountingPacking(Packing):
-    """Packs nothing, and counts what it is asked to pack."""
+    """Packs nothing, and counts the calls."""
 
     num_packed = 0
 
     def __init__(self) -> None:
-        """Needs no package."""
+        """Skip the import of zstandard."""
 
     def pack(self, body: Buffer, key: Key, integrity: Integrity | None) -> Buffer:
         self.num_packed += 1
@@ -72,7 +72,7 @@ def engine(tmp_path: Path, packing: CountingPacking) -> Iterator[TransferEngine]
 
 
 def publish(engine: TransferEngine) -> None:
-    """Have this host know all objects."""
+    """Put all objects into the host cache."""
     for key in KEYS:
         body = bytearray(PROLOGUE_BYTES + SPEC.num_bytes)
         seal(memoryview(body), SPEC, key)
@@ -82,7 +82,7 @@ def publish(engine: TransferEngine) -> None:
 
 
 def num_opened(engine: TransferEngine) -> int:
-    """How many descriptors of this process lead to files of the host cache."""
+    """Return how many descriptors of this process are files of the host cache."""
     found = 0
     for link in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):
@@ -90,8 +90,8 @@ def num_opened(engine: TransferEngine) -> int:
     return found
 
 
-def pass_by(engine: TransferEngine) -> None:
-    """Return when both copy threads and the I/O thread have come to the end of their queues."""
+def drain_copy_threads(engine: TransferEngine) -> None:
+    """Wait until both copy threads and the I/O thread have worked off their queues."""
     both, num_passed = threading.Barrier(2), 0
 
     def passed(_: Done[int]) -> None:
@@ -103,20 +103,22 @@ def pass_by(engine: TransferEngine) -> None:
         engine.wait_idle()
 
 
-def test_backfills_that_wait_hold_nothing(engine: TransferEngine) -> None:
+def test_waiting_backfills_hold_no_descriptors(engine: TransferEngine) -> None:
     publish(engine)
     before = num_opened(engine)
     GatedFileSystem.close_gate("exists")
     engine.submit(*map(Backfill, KEYS))
-    pass_by(engine)
-    # An open entry has two, as it is mapped; all claims have one.
+    drain_copy_threads(engine)
+    # An open entry has two, because it is mapped; all claims share one.
     assert num_opened(engine) - before <= 2 * 8 + 1
     GatedFileSystem.open_gates()
     assert [done.value for done in engine.drain(30)] == [True] * len(KEYS)
     assert num_opened(engine) == before
 
 
-def test_saves_that_wait_hold_nothing(engine: TransferEngine, packing: CountingPacking) -> None:
+def test_waiting_saves_hold_no_descriptors_or_packed_bytes(
+    engine: TransferEngine, packing: CountingPacking
+) -> None:
     staging, before = Staging(torch.device("cpu"), 1 << 22), num_opened(engine)
     GatedFileSystem.close_gate("put", "move", "exists")
     for key in KEYS:
@@ -125,7 +127,7 @@ def test_saves_that_wait_hold_nothing(engine: TransferEngine, packing: CountingP
         staging.copy_out(slab, torch.zeros(SPEC.shape, dtype=torch.uint8))
         engine.submit(Put(key, slab))
     for _ in ("sealed", "packed"):
-        pass_by(engine)
+        drain_copy_threads(engine)
     assert all(map(engine.host.has, KEYS))
     assert packing.num_packed == 16
     assert num_opened(engine) - before == 1  # for all claims
@@ -135,7 +137,7 @@ def test_saves_that_wait_hold_nothing(engine: TransferEngine, packing: CountingP
     assert num_opened(engine) == before
 
 
-def test_loads_from_this_host_that_wait_for_a_thread_hold_nothing(engine: TransferEngine) -> None:
+def test_host_loads_waiting_for_a_thread_hold_no_descriptors(engine: TransferEngine) -> None:
     publish(engine)
     before, may_go_on, most = num_opened(engine), threading.Event(), 2 * 16
 
@@ -143,17 +145,17 @@ def test_loads_from_this_host_that_wait_for_a_thread_hold_nothing(engine: Transf
         may_go_on.wait(30)
 
     engine.submit(*(Fetch(key, 60, use=use) for key in KEYS))
-    pass_by(engine)
+    drain_copy_threads(engine)
     assert 0 < num_opened(engine) - before <= most
     may_go_on.set()
     assert [done.outcome for done in engine.drain(30)] == [Outcome.OK] * len(KEYS)
     assert num_opened(engine) == before
 
 
-def test_notes_that_come_too_late_are_dropped(
+def test_late_gap_markers_are_dropped(
     engine: TransferEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While a store hangs, each save that fails adds a note, and each note takes long."""
+    """While a store hangs, each failed save adds a marker, and each marker takes long."""
     GatedFileSystem.close_gate("put", "move", "exists")
     with monkeypatch.context() as hurry:
         hurry.setattr(gaps, "_VALID_S", 0.1)
@@ -164,4 +166,4 @@ def test_notes_that_come_too_late_are_dropped(
     engine.submit(GiveUp(KEYS[0]))
     # Its turn comes after those of all others.
     assert [done.outcome for done in engine.drain(30)] == [Outcome.OK]
-    assert 0 < len(GatedFileSystem.store) <= 4, "notes were written of which nobody knew the end"
+    assert 0 < len(GatedFileSystem.store) <= 4, "expired markers were written"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects whose exponents are compressed in the store: what comes back is what was there, and no
-bytes that anybody may have written do more than be refused."""
+"""Objects whose exponents are compressed in the store: round trips, and hostile bytes, which are
+refused."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ SECRET = "8f1c6e0b5a9d47233be1f0a47c5d9286e3b14f7a08c2d6599a61e7f4350bd8c2"
 
 
 def body_of(payload: bytes, dtype: str, integrity: Integrity | None = None) -> memoryview:
-    """A sealed object of these bytes."""
+    """Make a sealed object with this payload."""
     body = memoryview(bytearray(PROLOGUE_BYTES) + payload)
     spec = TensorSpec(dtype, (len(payload) // ITEM_BYTES[dtype],), ATTRIBUTES)
     seal(body, spec, KEY, integrity)
@@ -43,7 +43,7 @@ def body_of(payload: bytes, dtype: str, integrity: Integrity | None = None) -> m
 
 
 def drawn(dtype: str, count: int = 300_001) -> bytes:
-    """Numbers such as KV has, and those that are special."""
+    """Draw numbers like those of KV, and NaN, infinity and zeros."""
     numbers = torch.randn(count, generator=torch.Generator().manual_seed(1)).to(DTYPES[dtype])
     numbers[:4] = torch.tensor([float("nan"), float("inf"), -0.0, 0.0]).to(DTYPES[dtype])
     return numbers.view(torch.uint8).numpy().tobytes()
@@ -56,7 +56,7 @@ def unpacked(body: Any, integrity: Integrity | None = None) -> memoryview | None
 
 @pytest.mark.parametrize("integrity", [None, open_integrity(SECRET, "options")])
 @pytest.mark.parametrize(("dtype", "most"), [("BF16", 0.75), ("F16", 0.9), ("F32", 0.9)])
-def test_an_object_comes_back_byte_for_byte(
+def test_unpacked_object_equals_the_packed_one(
     dtype: str, most: float, integrity: Integrity | None
 ) -> None:
     body = body_of(drawn(dtype), dtype, integrity)
@@ -68,8 +68,8 @@ def test_an_object_comes_back_byte_for_byte(
 
 
 @given(st.sampled_from(list(DTYPES)), st.binary(max_size=64), st.integers(1, 64))
-def test_any_bits_come_back(dtype: str, bits: bytes, times: int) -> None:
-    """Few different ones, so that they are worth it."""
+def test_any_payload_survives_a_round_trip(dtype: str, bits: bytes, times: int) -> None:
+    """The payload repeats a few bits, so that packing pays."""
     payload = bits[: len(bits) // 4 * 4] * (100 * times)
     body = body_of(payload, dtype)
     packed = Packing("x").pack(body, KEY, None)
@@ -77,7 +77,7 @@ def test_any_bits_come_back(dtype: str, bits: bytes, times: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["U8", "F8_E4M3", "I32", "BF16"])
-def test_what_gains_little_is_stored_as_it_is(dtype: str) -> None:
+def test_incompressible_object_is_not_packed(dtype: str) -> None:
     noise = np.random.default_rng(1).bytes(100_000)
     body = body_of(noise, dtype)
     assert Packing("x").pack(body, KEY, None) is body
@@ -86,7 +86,7 @@ def test_what_gains_little_is_stored_as_it_is(dtype: str) -> None:
     assert Packing("x").pack(empty, KEY, None) is empty
 
 
-# --- hostile bytes, in objects that are sound in all else ---
+# --- hostile bytes in otherwise valid objects ---
 
 
 def forged(payload: bytes, **changes: Any) -> memoryview:
@@ -97,7 +97,7 @@ def forged(payload: bytes, **changes: Any) -> memoryview:
 
 
 def forged_deep(levels: int) -> memoryview:
-    """With attributes that `seal` itself would not write."""
+    """Make an object with nested attributes that `seal` would not write."""
     deep = f'{{"a":{"[" * levels}{"]" * levels}}}'
     of = f'{{"dtype":"BF16","shape":[1000],"attributes":{deep}}}'
     body = memoryview(bytearray(PROLOGUE_BYTES) + SOUND)
@@ -125,7 +125,7 @@ def frame(count: int, *, tells: bool = True) -> bytes:
 SOUND = bytes(1000) + frame(1000)
 
 
-def test_the_forged_ones_are_refused_for_one_thing_each() -> None:
+def test_forged_object_without_a_fault_is_accepted() -> None:
     again = unpacked(forged(SOUND))
     assert again is not None
     assert len(again) == PROLOGUE_BYTES + 2000
@@ -146,7 +146,7 @@ def test_the_forged_ones_are_refused_for_one_thing_each() -> None:
         bytes(999) + frame(1000),
     ],
 )
-def test_false_bytes_are_refused(payload: bytes) -> None:
+def test_malformed_packed_payload_is_refused(payload: bytes) -> None:
     with pytest.raises(ObjectCorrupt, match=r"packed|unpacked"):
         unpacked(forged(payload))
 
@@ -165,13 +165,13 @@ def test_false_bytes_are_refused(payload: bytes) -> None:
         {"more": 1},
     ],
 )
-def test_false_facts_are_refused(changes: dict[str, Any]) -> None:
+def test_malformed_packed_spec_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ObjectCorrupt, match="it is packed, and"):
         unpacked(forged(SOUND, **changes))
 
 
-def test_attributes_of_any_number_of_levels_give_an_object_or_are_refused() -> None:
-    """What can be read cannot always be written: that takes more of Python's stack."""
+def test_deeply_nested_attributes_raise_only_object_corrupt() -> None:
+    """Some depths can be parsed but not written, since writing needs more of Python's stack."""
     refused = []
     for levels in range(900, 1000):
         try:
@@ -182,7 +182,7 @@ def test_attributes_of_any_number_of_levels_give_an_object_or_are_refused() -> N
 
 
 @given(st.integers(0, len(SOUND) - 1), st.integers(1, 255))
-def test_any_other_byte_gives_an_object_or_is_refused(place: int, change: int) -> None:
+def test_changed_payload_byte_raises_only_object_corrupt(place: int, change: int) -> None:
     payload = bytearray(SOUND)
     payload[place] ^= change
     try:
@@ -193,7 +193,7 @@ def test_any_other_byte_gives_an_object_or_is_refused(place: int, change: int) -
     assert len(again) == PROLOGUE_BYTES + 2000
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_zstandard_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(ConfigError, match=r"options\.compression: .* pip install zstandard"):
         Packing("options.compression")
@@ -244,7 +244,7 @@ def put(engine: TransferEngine) -> bytes:
 
 @pytest.mark.parametrize("secret", ["", SECRET])
 @pytest.mark.parametrize("room", [{}, {"host_cache_bytes": 1}])
-def test_the_store_has_it_packed_and_hosts_do_not(
+def test_object_is_packed_in_the_store_and_unpacked_on_hosts(
     start: Start, store: Scripted, secret: str, room: dict[str, int]
 ) -> None:
     writer, reader = start("a", integrity_key=secret), start("b", integrity_key=secret, **room)
@@ -259,10 +259,12 @@ def test_the_store_has_it_packed_and_hosts_do_not(
         assert done.value.spec == SPEC
         assert bytes(done.value.payload) == payload
         done.value.release()
-    assert len(store.gets) == (2 if room else 1), "the second time from the host, if it has room"
+    assert len(store.gets) == (2 if room else 1), (
+        "the second fetch reads the host cache, if it has room"
+    )
 
 
-def test_what_a_host_has_is_packed_for_the_store_again(start: Start, store: Scripted) -> None:
+def test_backfill_packs_the_object_again(start: Start, store: Scripted) -> None:
     engine = start("a")
     put(engine)
     before = store.objects.pop(KEY)
@@ -272,14 +274,14 @@ def test_what_a_host_has_is_packed_for_the_store_again(start: Start, store: Scri
     assert finish(engine, Backfill(KEY)).value is False
 
 
-def test_a_packed_object_that_is_no_use_is_a_miss(start: Start, store: Scripted) -> None:
-    """Sound in all else: its MAC or checksum too."""
+def test_malformed_packed_object_is_a_corrupt_miss(start: Start, store: Scripted) -> None:
+    """It is valid otherwise, including its checksum."""
     store.objects[KEY] = bytes(forged(bytes(1000) + frame(999)))
     done = finish(start("a"), Fetch(KEY, 20))
     assert done.outcome is Outcome.CORRUPT
 
 
-def test_one_larger_than_its_limit_is_not_unpacked(start: Start) -> None:
+def test_object_beyond_the_limit_is_not_unpacked(start: Start) -> None:
     payload = put(start("a"))
     limit = PROLOGUE_BYTES + len(payload)
     reader = start("b")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves that fail cost no load: with every one of them failing, all that is stored is found."""
+"""Loads keep working while all saves fail."""
 
 import errno
 import logging
@@ -26,11 +26,11 @@ from lab.servers.s3 import SeaweedFS
 FACTS = TensorSpec("U8", (10_000,))
 STORED = [object_key(Kind.EC, "0" * 32, f"stored {number}") for number in range(5)]
 NUM_ROUNDS = 20
-SAVES_A_ROUND = 8  # twice what opens a breaker
+SAVES_A_ROUND = 8  # twice as many as open a breaker
 
 
 class Hosts:
-    """Engines of one store, each on a host of its own."""
+    """Engines of one store with separate host caches."""
 
     def __init__(self, folder: Path, stack: ExitStack, **store: Any) -> None:
         self._folder = folder
@@ -69,7 +69,7 @@ def outcomes(engine: TransferEngine, *jobs: Job[Any]) -> list[Outcome]:
 
 
 def check_loads(hosts: Hosts) -> None:
-    """Load what is stored from the store, while all saves fail."""
+    """Load the stored objects from the store while all saves fail."""
     engine = hosts.start("reader")
     for number in range(NUM_ROUNDS):
         saves = [hosts.new() for _ in range(SAVES_A_ROUND)]
@@ -95,7 +95,7 @@ def fail_writes(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
-def test_a_folder_that_cannot_be_written(
+def test_loads_work_while_saves_to_a_folder_fail(
     on_hosts: Callable[..., Hosts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     hosts = on_hosts(url=f"{tmp_path}/store")
@@ -106,7 +106,7 @@ def test_a_folder_that_cannot_be_written(
 
 @pytest.mark.s3
 @pytest.mark.parametrize("status", [403, 503, 507])
-def test_a_bucket_that_takes_no_objects(
+def test_loads_work_while_saves_to_a_bucket_fail(
     on_hosts: Callable[..., Hosts], seaweed: SeaweedFS, tmp_path: Path, status: int
 ) -> None:
     with FaultProxy(LOOPBACK, seaweed.port.number) as proxy:
@@ -117,13 +117,13 @@ def test_a_bucket_that_takes_no_objects(
         check_loads(hosts)
 
 
-def test_what_is_to_be_stored_again_is_left_alone_too(
+def test_failed_backfills_open_the_write_breaker(
     on_hosts: Callable[..., Hosts],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """That the store says what it has lost does not mean that saves work."""
+    """Successful existence checks do not mean that saves work."""
     hosts = on_hosts(url=f"{tmp_path}/store")
     hosts.store()
     engine = hosts.start("writer")
@@ -139,7 +139,7 @@ def test_what_is_to_be_stored_again_is_left_alone_too(
     assert said[0].startswith("store: saves failed repeatedly, and are paused for a while: No ")
 
 
-def test_the_breakers_are_gauges(
+def test_breaker_state_is_a_gauge(
     on_hosts: Callable[..., Hosts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hosts = on_hosts(url=f"{tmp_path}/store")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters: what one has computed is for those whose adapter holds the same, by any name."""
+"""LoRA adapters: KV is shared between adapters of equal content, whatever their names."""
 
 import threading
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ OLD, NEW = b"old weights", b"new weights"
 
 
 def adapter(folder: Path, weights: bytes, name: str = "tuned") -> LoRARequest:
-    """An adapter that lies in `folder`; the one that lay there before is gone."""
+    """Write an adapter to `folder`, replacing the former one."""
     folder.mkdir(exist_ok=True)
     scratch = folder / "scratch"
     scratch.write_bytes(weights)
@@ -48,7 +48,9 @@ def ask(
 
 
 @pytest.mark.parametrize("kv_role", ["kv_both", "kv_producer"])
-def test_the_same_adapter_shares(start: StartEngine, tmp_path: Path, kv_role: str) -> None:
+def test_engines_share_kv_of_the_same_adapter(
+    start: StartEngine, tmp_path: Path, kv_role: str
+) -> None:
     lora = adapter(tmp_path / "lora", OLD)
     announced = ask(start(kv_role), lora, OLD).kv_transfer_params
     assert announced is not None
@@ -56,7 +58,7 @@ def test_the_same_adapter_shares(start: StartEngine, tmp_path: Path, kv_role: st
     assert ask(start(), lora, OLD).computed_prompt_tokens == 1
 
 
-def test_an_adapter_that_was_trained_further_finds_nothing_old(
+def test_retrained_adapter_does_not_load_kv_of_old_weights(
     start: StartEngine, tmp_path: Path
 ) -> None:
     folder = tmp_path / "lora"
@@ -68,9 +70,7 @@ def test_an_adapter_that_was_trained_further_finds_nothing_old(
     assert ask(start(), lora, NEW).computed_prompt_tokens == 1
 
 
-def test_an_adapter_whose_files_are_read_in_another_way_is_another_one(
-    start: StartEngine, tmp_path: Path
-) -> None:
+def test_3d_lora_flag_changes_the_chunk_keys(start: StartEngine, tmp_path: Path) -> None:
     lora = adapter(tmp_path / "lora", OLD)
     if not hasattr(lora, "is_3d_lora_weight"):
         pytest.skip("this vLLM reads them in one way")
@@ -80,14 +80,16 @@ def test_an_adapter_whose_files_are_read_in_another_way_is_another_one(
     assert ask(start(), lora, OLD).computed_prompt_tokens == 1
 
 
-def test_with_and_without_an_adapter_are_two_prompts(start: StartEngine, tmp_path: Path) -> None:
+def test_prompt_with_adapter_does_not_share_with_plain_prompt(
+    start: StartEngine, tmp_path: Path
+) -> None:
     serve(start(), PROMPT)
     lora = adapter(tmp_path / "lora", OLD)
     assert ask(start(), lora, OLD).computed_prompt_tokens == len(PROMPT)
     assert serve(start(), PROMPT).computed_prompt_tokens == 1
 
 
-def test_what_an_unreadable_adapter_makes_is_not_shared(
+def test_kv_of_an_unreadable_adapter_is_not_shared(
     start: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lora = adapter(tmp_path / "lora", OLD)
@@ -104,10 +106,8 @@ def test_what_an_unreadable_adapter_makes_is_not_shared(
         assert ask(start(), lora, OLD).computed_prompt_tokens == len(PROMPT), "nor loaded"
 
 
-def test_an_adapter_that_lies_elsewhere_than_it_says_is_not_read(
-    start: StartEngine, tmp_path: Path
-) -> None:
-    """vLLM 0.30 and 0.31 may load it from a place that the path does not name."""
+def test_adapter_with_tensorizer_config_is_not_shared(start: StartEngine, tmp_path: Path) -> None:
+    """vLLM 0.30 and 0.31 may load its weights from another folder than its path."""
     lora = adapter(tmp_path / "lora", OLD)
     if not hasattr(lora, "tensorizer_config_dict"):
         pytest.skip("this vLLM has no such adapters")
@@ -118,10 +118,10 @@ def test_an_adapter_that_lies_elsewhere_than_it_says_is_not_read(
     assert engine.counts["misses/unidentified"] == 6
 
 
-def test_an_adapter_that_changes_under_an_engine_is_not_shared_any_more(
+def test_adapter_changed_after_its_first_read_is_not_shared(
     start: StartEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its memory may hold the former weights, and its local cache their KV."""
+    """The engine may still hold the old weights in memory, and their KV in its local cache."""
     folder = tmp_path / "lora"
     engine = start()
     ask(engine, adapter(folder, OLD), OLD, name="old")
@@ -139,7 +139,7 @@ def test_an_adapter_that_changes_under_an_engine_is_not_shared_any_more(
     assert len(objects(tmp_path)) > len(known)
 
 
-def test_a_change_ends_the_saves_of_running_requests(start: StartEngine, tmp_path: Path) -> None:
+def test_adapter_change_stops_saves_of_running_requests(start: StartEngine, tmp_path: Path) -> None:
     folder = tmp_path / "lora"
     engine = start(store={"chunk_tokens": 8 * BLOCK})
     lora = adapter(folder, OLD)
@@ -147,14 +147,14 @@ def test_a_change_ends_the_saves_of_running_requests(start: StartEngine, tmp_pat
     engine.add(request)
     spin(engine, lambda: bool(engine.answers["running"].tokens), "no tokens")
     new = make_request("new", [7], 1, lora_request=adapter(folder, NEW))
-    # It waits for the new files to be read; the other one runs on only then.
+    # Wait until the new files are read, before the running request goes on.
     wait_until(lambda: engine.connector.scheduler.num_loadable_tokens(new, 0) is not None)
     engine.add(new)
     engine.run_out()
     assert len(objects(tmp_path)) == 2, "the part and the tail of the prompt, no more"
 
 
-def test_who_waits_for_an_adapter_waits_for_so_long_and_no_longer(
+def test_request_waits_for_a_fingerprint_at_most_wait_s(
     start: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_read = threading.Event()
@@ -170,7 +170,7 @@ def test_who_waits_for_an_adapter_waits_for_so_long_and_no_longer(
     assert ask(engine, lora, OLD, name="later").kv_transfer_params is not None
 
 
-def test_adapters_are_read_off_the_scheduler_thread(
+def test_adapter_files_are_read_by_a_copy_thread(
     start: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     readers: set[str] = set()

@@ -51,21 +51,21 @@ def hashes(prompt: list[int]) -> list[Any]:
     return [maybe_convert_block_hash(each) for each in make_request("x", prompt).block_hashes]
 
 
-def tell(engine: ToyEngine) -> None:
-    """Have one more step: it tells what the last one's saves have become."""
+def step_to_report(engine: ToyEngine) -> None:
+    """Run one more step, which reports the saves that ended in the last one."""
     serve(engine, [1], max_tokens=1, name="last")
 
 
 @pytest.mark.parametrize("chunk_blocks", [1, 2, 64])
-def test_what_is_stored_is_announced_as_vllm_announces_it(
+def test_stored_blocks_are_published_like_vllms_own_events(
     publishing: Publishing, subscriber: Subscriber, chunk_blocks: int
 ) -> None:
     engine = publishing(chunk_blocks)
     serve(engine, PROMPT, max_tokens=1)
-    tell(engine)
+    step_to_report(engine)
     full = hashes(PROMPT)
     followed = subscriber.wait(lambda now: len(now.stored) == NUM_FULL)
-    assert followed.stored == followed.computed == set(full), "no tail, and vLLM's own names"
+    assert followed.stored == followed.computed == set(full), "no tail, and vLLM's own hashes"
     parent: Any = None
     for event in sorted(followed.of_store, key=lambda event: event.token_ids):
         assert isinstance(event, BlockStored)
@@ -79,14 +79,14 @@ def test_what_is_stored_is_announced_as_vllm_announces_it(
         parent = named[-1]
 
 
-def test_a_block_of_several_chunks_is_announced_once_and_withdrawn_with_the_last(
+def test_block_in_two_chunks_is_removed_only_with_the_last_chunk(
     publishing: Publishing, subscriber: Subscriber, tmp_path: Path
 ) -> None:
-    """A prompt of three blocks is a chunk and a part; one of five leaves longer ones."""
+    """Three blocks are stored as a partial chunk; a prompt of five blocks stores longer ones."""
     engine = publishing(chunk_blocks=4)
     serve(engine, PROMPT[: 3 * BLOCK], max_tokens=1, name="short")
     serve(engine, PROMPT, max_tokens=1, name="long")
-    tell(engine)
+    step_to_report(engine)
     subscriber.wait(lambda now: len(now.stored) == NUM_FULL)
     for path in objects(tmp_path):
         path.unlink()
@@ -94,11 +94,11 @@ def test_a_block_of_several_chunks_is_announced_once_and_withdrawn_with_the_last
     engine.scheduler.reset_prefix_cache()
     serve(engine, PROMPT[: 3 * BLOCK], max_tokens=1, name="short again")
     spin(engine, lambda: is_at_rest(engine), "it has not come to rest")
-    tell(engine)
+    step_to_report(engine)
     serve(engine, PROMPT, max_tokens=1, name="long again")
-    tell(engine)
-    # The first three were in another chunk still when the short prompt's was found lost, and in
-    # that one again, as the engine knew, when the other was.
+    step_to_report(engine)
+    # When the short prompt's chunk was found lost, the first three blocks were still in the long
+    # prompt's chunk; when that was found lost, the short one's had been saved again.
     subscriber.wait(
         lambda now: len(now.stored) == NUM_FULL and withdrawn(now) == set(hashes(PROMPT)[3:])
     )
@@ -109,12 +109,12 @@ def withdrawn(followed: Followed) -> set[Any]:
     return {each for event in lost for each in event.block_hashes}
 
 
-def test_what_a_load_finds_lost_is_withdrawn(
+def test_blocks_that_a_load_finds_lost_are_removed(
     publishing: Publishing, subscriber: Subscriber, tmp_path: Path
 ) -> None:
     engine = publishing()
     serve(engine, PROMPT, max_tokens=1)
-    tell(engine)
+    step_to_report(engine)
     subscriber.wait(lambda now: len(now.stored) == NUM_FULL)
     shutil.rmtree(tmp_path / "host")
     engine.scheduler.reset_prefix_cache()
@@ -125,26 +125,26 @@ def test_what_a_load_finds_lost_is_withdrawn(
 
     engine.before_load = lose
     serve(engine, PROMPT, max_tokens=1, name="again")
-    tell(engine)
+    step_to_report(engine)
     subscriber.wait(lambda now: len(now.stored) == NUM_FULL and hashes(PROMPT)[0] in withdrawn(now))
 
 
-def test_nothing_is_kept_or_told_where_events_are_off(
+def test_no_events_are_recorded_when_they_are_disabled(
     start: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[BlockEvents] = []
     monkeypatch.setattr(BlockEvents, "__init__", lambda self, *_, **__: made.append(self))
     engine = start()
     serve(engine, PROMPT, max_tokens=1)
-    tell(engine)
+    step_to_report(engine)
     assert engine.connector.take_events() == []
-    assert not made, "nobody would see what it keeps"
+    assert not made, "it would record for no reader"
 
 
 # --- the bookkeeping alone ---
 
 
-def test_every_rank_must_have_stored_its_share() -> None:
+def test_block_is_published_once_all_ranks_stored_their_shards() -> None:
     request = make_request("r", PROMPT)
     events, (chunk, other, *_) = (
         BlockEvents(Grid(BLOCK, 1), 2, group=0, is_remote=True),
@@ -161,10 +161,10 @@ def test_every_rank_must_have_stored_its_share() -> None:
     events.stored({other.key: 1})
     events.lost([other.key])
     events.stored({other.key: 1})
-    assert events.take() == [], "one rank could not store its share"
+    assert events.take() == [], "one rank could not store its shard"
 
 
-def test_what_is_saved_again_before_its_loss_is_told_is_announced_again() -> None:
+def test_block_saved_again_after_a_loss_is_published_again() -> None:
     request = make_request("r", PROMPT)
     events, chunk = BlockEvents(Grid(BLOCK, 1), 1, group=0, is_remote=True), chunks_for(request)[0]
     for is_again in (False, True):
@@ -177,7 +177,7 @@ def test_what_is_saved_again_before_its_loss_is_told_is_announced_again() -> Non
     assert not isinstance(removed, BlockStored)
 
 
-def test_its_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_remembered_blocks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_ORDERED", 3)
     monkeypatch.setattr(module, "MAX_ANNOUNCED", 3)
     events = BlockEvents(Grid(BLOCK, 1), 1, group=0, is_remote=True)
@@ -186,28 +186,26 @@ def test_its_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for chunk in chunks:
         events.ordered(request, chunk)
     events.stored({chunk.key: 1 for chunk in chunks})
-    assert len(events.take()) == 3, "what was ordered long ago is forgotten"
+    assert len(events.take()) == 3, "the oldest orders are dropped"
     for chunk in chunks:
         events.ordered(request, chunk)
         events.stored({chunk.key: 1})
     events.take()
     events.lost(chunk.key for chunk in chunks)
-    assert len(events.take()) == 3, "what was announced long ago is forgotten"
+    assert len(events.take()) == 3, "the oldest announcements are dropped"
     events.stored({chunk.key: 1 for chunk in chunks})
-    assert events.take() == [], "no save was ordered anew"
+    assert events.take() == [], "no new save was ordered"
     for chunk in chunks:
         events.ordered(request, chunk)
         events.stored({chunk.key: 1})
-    assert len(events.take()) == 20, "no block of theirs counts as stored elsewhere"
+    assert len(events.take()) == 20, "none of their blocks counts as stored in another chunk"
 
 
 # --- where hits come from ---
 
 
 @needs_hit_sources
-def test_hits_of_this_hosts_memory_and_of_the_store_are_told_apart(
-    start: StartEngine, tmp_path: Path
-) -> None:
+def test_hit_sources_separate_host_cache_and_store(start: StartEngine, tmp_path: Path) -> None:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     serve(start(store={"host_cache_dir": f"{tmp_path}/other"}), PROMPT, max_tokens=1)
@@ -222,7 +220,7 @@ def test_hits_of_this_hosts_memory_and_of_the_store_are_told_apart(
 
 
 @needs_hit_sources
-def test_a_chunk_that_nobody_asked_for_is_from_who_knows_where(start: StartEngine) -> None:
+def test_chunk_found_without_a_lookup_has_an_unspecified_source(start: StartEngine) -> None:
     prompt = list(range(60 * BLOCK + 1))
     serve(start(num_blocks=80), prompt, max_tokens=1)
     engine = start("kv_consumer", num_blocks=80)

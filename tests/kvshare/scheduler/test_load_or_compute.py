@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a hit is loaded, by what loads and steps have taken."""
+"""The choice to load a hit or to compute it, from measured loads and steps."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,7 +34,7 @@ TIERS = {"h": Tier.HOST, "s": Tier.STORE}
 
 
 class Choice:
-    """A LoadOrCompute, and the hand on its clock."""
+    """A LoadOrCompute with a simulated clock."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -51,7 +51,7 @@ class Choice:
         self.load_or_compute.loaded(chunks, tiers, 0, seconds)
 
     def loaded(self, num_tokens: int, seconds: float) -> None:
-        """Something else was loaded from the store."""
+        """Record a load of another chunk from the store."""
         chunk = Chunk(ChunkKey(b"other"), 0, 1, 0, num_tokens)
         self.load_or_compute.loaded([chunk], {chunk.key: Tier.STORE}, 0, seconds)
 
@@ -65,7 +65,7 @@ class Choice:
 
 
 def stored(where: str) -> tuple[list[Chunk], dict[ChunkKey, Tier]]:
-    """Chunks in the tiers that the letters of `where` name; nobody asked for a `?`."""
+    """Make chunks in the tiers that the letters of `where` name; `?` was not looked up."""
     chunks = [Chunk(ChunkKey(bytes([n])), n, 1, n * CHUNK, CHUNK) for n in range(len(where))]
     pairs = zip(chunks, where, strict=True)
     tiers = {chunk.key: TIERS[letter] for chunk, letter in pairs if letter in TIERS}
@@ -74,13 +74,13 @@ def stored(where: str) -> tuple[list[Chunk], dict[ChunkKey, Tier]]:
 
 @pytest.fixture
 def choice() -> Choice:
-    """One that knows how fast its engine computes."""
+    """Make a choice that has measured its engine's compute speed."""
     made = Choice()
     made.computes(1000, 1.0)
     return made
 
 
-def test_what_is_not_known_is_loaded(choice: Choice) -> None:
+def test_hit_is_loaded_while_speeds_are_unknown(choice: Choice) -> None:
     assert Choice().worth("ssss") == 4
     assert choice.worth("ssss") == 4
     assert choice.worth("") == 0
@@ -90,7 +90,7 @@ def test_what_is_not_known_is_loaded(choice: Choice) -> None:
 
 
 @pytest.mark.parametrize(("pace", "expected"), [(FAST, 4), (0.00099, 4), (0.00101, 0), (SLOW, 0)])
-def test_a_hit_is_loaded_if_that_is_faster(choice: Choice, pace: float, expected: int) -> None:
+def test_hit_is_loaded_if_loading_is_faster(choice: Choice, pace: float, expected: int) -> None:
     choice.loads("ss", pace)
     assert choice.worth("ssss") == expected
 
@@ -98,7 +98,7 @@ def test_a_hit_is_loaded_if_that_is_faster(choice: Choice, pace: float, expected
 @pytest.mark.parametrize(
     ("where", "expected"), [("hhss", 2), ("ssss", 0), ("hhhh", 4), ("?hss", 2), ("h?s?", 1)]
 )
-def test_the_part_that_is_on_this_host_is_loaded_though_the_store_is_slow(
+def test_host_part_of_a_hit_is_loaded_although_the_store_is_slow(
     choice: Choice, where: str, expected: int
 ) -> None:
     choice.loads("hh", FAST)
@@ -107,15 +107,15 @@ def test_the_part_that_is_on_this_host_is_loaded_though_the_store_is_slow(
 
 
 @pytest.mark.parametrize("where", ["s??h", "h??s", "?ssh"])
-def test_what_lies_between_the_store_and_the_host_came_from_the_store(
-    choice: Choice, where: str
-) -> None:
-    """A host has the end of a prompt: what was opened longest ago is evicted first."""
-    choice.loads(where, 0.0007)  # of the store's three chunks that is less than a computed one
+def test_unprobed_chunks_between_store_and_host_count_as_store(choice: Choice, where: str) -> None:
+    """A host cache may hold the end of a prompt alone: it evicts the least recently opened."""
+    choice.loads(
+        where, 0.0007
+    )  # less than computing a token takes, even if three chunks are the store's
     assert choice.worth("ssss") == 4
 
 
-def test_the_end_for_which_nobody_asked_is_where_the_chunk_before_it_is(choice: Choice) -> None:
+def test_unprobed_chunks_at_the_end_have_the_tier_of_the_last_probed(choice: Choice) -> None:
     choice.loads("ss", SLOW)
     choice.loads("hh", FAST)
     assert choice.worth("hh??") == 4
@@ -123,23 +123,23 @@ def test_the_end_for_which_nobody_asked_is_where_the_chunk_before_it_is(choice: 
 
 
 @pytest.mark.parametrize("start", [CHUNK, 2 * CHUNK])
-def test_what_the_local_hit_holds_by_now_was_not_loaded(choice: Choice, start: int) -> None:
-    """The local hit may grow between a look-up and the load: nothing before it was moved."""
+def test_chunks_inside_a_grown_local_hit_are_not_timed(choice: Choice, start: int) -> None:
+    """The local hit may grow between lookup and load; blocks inside it are not loaded."""
     chunks, tiers = stored("sshh"[2 - start // CHUNK :])
     choice.load_or_compute.loaded(chunks, tiers, start, 100.0)
-    assert choice.worth("ssss") == 4, "the store is not known"
-    assert choice.worth("hhhh") == 0, "the host is"
+    assert choice.worth("ssss") == 4, "the store is unmeasured"
+    assert choice.worth("hhhh") == 0, "the host was measured"
     choice.load_or_compute.loaded(chunks, tiers, len(chunks) * CHUNK, 100.0)  # nothing
     assert choice.worth("s", start=CHUNK) == 0
 
 
-def test_a_load_that_goes_on_while_others_are_computed_costs_less(choice: Choice) -> None:
+def test_load_is_cheaper_while_other_prompts_are_computed(choice: Choice) -> None:
     choice.loads("ss", 2 * 0.001)
     assert choice.worth("ssss", ahead=300) == 0
     assert choice.worth("ssss", ahead=400) == 4
 
 
-def test_a_load_that_takes_longer_than_it_should_counts_before_it_ends(choice: Choice) -> None:
+def test_overdue_running_load_already_slows_the_estimate(choice: Choice) -> None:
     choice.loads("ss", FAST)
     assert choice.worth("ssss", under_way=[(400, 0.3)]) == 4
     assert choice.worth("ssss", under_way=[(400, 0.3), (400, 0.5)]) == 0
@@ -148,8 +148,8 @@ def test_a_load_that_takes_longer_than_it_should_counts_before_it_ends(choice: C
 
 
 @pytest.mark.parametrize("under_way", [(32, 0.040), (200, 0.080)])
-def test_a_small_load_under_way_says_little_of_large_ones(under_way: UnderWay) -> None:
-    """It takes the time of a round trip, which is little for them."""
+def test_running_small_load_hardly_changes_the_estimate_of_large_ones(under_way: UnderWay) -> None:
+    """It is dominated by the round trip, which hardly matters to a large load."""
     choice = Choice()
     choice.computes(3000, 1.0)
     choice.loaded(7936, 0.5)
@@ -157,7 +157,7 @@ def test_a_small_load_under_way_says_little_of_large_ones(under_way: UnderWay) -
 
 
 @pytest.mark.parametrize("num_prompts", [1, 99])
-def test_what_many_small_loads_take_says_little_of_large_ones(num_prompts: int) -> None:
+def test_small_loads_hardly_change_the_estimate_of_large_ones(num_prompts: int) -> None:
     choice = Choice()
     choice.computes(8000, 0.8)
     for _ in range(num_prompts):
@@ -167,7 +167,7 @@ def test_what_many_small_loads_take_says_little_of_large_ones(num_prompts: int) 
     assert choice.worth("sss") == 0, "small ones are computed sooner"
 
 
-def test_latency_counts_once_however_many_tiers_a_hit_is_in(choice: Choice) -> None:
+def test_latency_counts_once_for_a_hit_in_several_tiers(choice: Choice) -> None:
     for num_tokens in (100, 10_000):
         choice.loaded(num_tokens, 0.2 + FAST * num_tokens)
     choice.loads("hh", FAST)
@@ -177,7 +177,7 @@ def test_latency_counts_once_however_many_tiers_a_hit_is_in(choice: Choice) -> N
     assert choice.worth("hhhhs") == 4
 
 
-def test_of_a_store_that_was_never_measured_one_hit_is_loaded_and_little_of_it(
+def test_unmeasured_store_gets_one_small_load(
     choice: Choice,
 ) -> None:
     for unknown in (choice, Choice()):
@@ -190,16 +190,16 @@ def test_of_a_store_that_was_never_measured_one_hit_is_loaded_and_little_of_it(
         assert unknown.worth(20 * "s") == 20
 
 
-def test_at_least_a_chunk_of_a_new_store_is_loaded(choice: Choice) -> None:
+def test_unmeasured_store_gets_at_least_one_chunk(choice: Choice) -> None:
     chunk = Chunk(ChunkKey(b"large"), 0, 1, 0, 4096)
     args = [chunk], {chunk.key: Tier.STORE}, 0, (), lambda: 0
     assert choice.load_or_compute.num_worth_loading(*args) == 1
 
 
-def test_an_engine_that_has_loaded_all_so_far_computes_what_takes_long_to_load() -> None:
+def test_engine_that_never_computed_still_limits_slow_loads() -> None:
     choice = Choice()
     choice.loads("ss", 0.004)
-    assert choice.worth("ssss") == 2  # they should be here within a second
+    assert choice.worth("ssss") == 2  # as many as arrive within a second
     assert choice.worth("hhsss") == 4
     assert choice.worth("ssss", under_way=[(100, 2.0)]) == 0
     choice.computes(200, 0.2)
@@ -221,26 +221,26 @@ def line_of(*loads: tuple[int, float], clock: Clock | None = None) -> tuple[floa
     return times.line.latency_s, times.line.s_per_token
 
 
-def test_latency_and_the_time_per_token_are_told_apart() -> None:
+def test_line_separates_latency_and_time_per_token() -> None:
     loads = [(n, 0.05 + n * FAST) for n in (200, 300, 4000, 8000, 8000)]
     latency_s, s_per_token = line_of(*loads)
     assert latency_s == pytest.approx(0.05, rel=0.05)
     assert s_per_token == pytest.approx(FAST, rel=0.05)
 
 
-def test_loads_of_one_size_do_not_tell_them_apart() -> None:
+def test_line_through_loads_of_one_size_has_no_latency() -> None:
     assert line_of((300, 0.06), (300, 0.06)) == pytest.approx((0.0, 0.0002))
 
 
-def test_neither_is_negative() -> None:
+def test_latency_and_time_per_token_are_never_negative() -> None:
     latency_s, s_per_token = line_of((100, 1.0), (8000, 0.1), (8000, 0.1))
     assert s_per_token == 0.0
     assert latency_s > 0.1
     assert line_of((100, 0.001), (8000, 2.0)) == pytest.approx((0.0, 2.001 / 8100))
 
 
-def test_a_large_load_of_long_ago_no_longer_says_what_small_ones_do_not() -> None:
-    """The store may have become slow since."""
+def test_old_large_load_does_not_outweigh_recent_small_ones() -> None:
+    """The store may have become slow in the meantime."""
     clock = Clock()
     times = LoadTimes(clock)
     times.add(8000, 0.5)
@@ -251,33 +251,33 @@ def test_a_large_load_of_long_ago_no_longer_says_what_small_ones_do_not() -> Non
     assert times.line.seconds(8000) > 40.0
 
 
-def test_a_slow_tier_is_tried_again_now_and_then_and_heals(choice: Choice) -> None:
+def test_slow_tier_is_probed_every_30_s_and_recovers(choice: Choice) -> None:
     choice.loads("ss", SLOW)
     for _ in range(29):
         assert choice.worth("ssss") == 0
         choice.clock.now_s += 1.0
     choice.clock.now_s += 1.0
-    assert choice.worth("sss") == 2  # as much as should be here within two seconds
-    assert choice.worth("ssss") == 0  # nobody else meanwhile
+    assert choice.worth("sss") == 2  # as many as arrive within two seconds
+    assert choice.worth("ssss") == 0  # one probe at a time
     choice.loads("ss", FAST)
     assert choice.worth("ssss") == 4
 
 
-def test_at_least_a_chunk_is_tried(choice: Choice) -> None:
+def test_probe_of_a_slow_tier_loads_at_least_one_chunk(choice: Choice) -> None:
     choice.loads("ss", 10.0)
     choice.loads("hh", FAST)
     choice.clock.now_s += 30.0
     assert choice.worth("hhss") == 3
 
 
-def test_the_latest_times_count(choice: Choice) -> None:
+def test_recent_load_times_replace_old_ones(choice: Choice) -> None:
     for pace, expected in ((SLOW, 0), (FAST, 4), (SLOW, 0)):
         choice.clock.now_s += 60.0
         choice.loads("ss", pace)
         assert choice.worth("ssss") == expected
 
 
-def test_steps_that_hardly_compute_prompts_tell_nothing() -> None:
+def test_steps_with_few_prompt_tokens_are_not_measured() -> None:
     choice = Choice()
     choice.loads("ss", 0.001)
     choice.computes(63, 63.0)
@@ -288,7 +288,7 @@ def test_steps_that_hardly_compute_prompts_tell_nothing() -> None:
     assert choice.load_or_compute.steps.pace.s_per_token == pytest.approx(0.01)
 
 
-def test_a_step_begins_when_the_one_before_it_has_ended() -> None:
+def test_overlapping_steps_are_timed_from_the_end_of_the_former() -> None:
     """With asynchronous scheduling two are in flight."""
     choice = Choice()
     steps = choice.load_or_compute.steps
@@ -304,8 +304,8 @@ def test_a_step_begins_when_the_one_before_it_has_ended() -> None:
     assert steps.pace.s_per_token == pytest.approx(0.001)
 
 
-def test_an_empty_step_beside_one_that_computes_is_not_taken_for_it() -> None:
-    """Its output comes at once, while the other one runs."""
+def test_empty_step_is_not_mistaken_for_a_computing_one() -> None:
+    """Its output comes at once, while the computing step still runs."""
     choice = Choice()
     steps = choice.load_or_compute.steps
     steps.began(0, 0)
@@ -320,7 +320,7 @@ def test_an_empty_step_beside_one_that_computes_is_not_taken_for_it() -> None:
     assert steps.pace.s_per_token == pytest.approx(0.001)
 
 
-def test_a_pace_is_believed_when_most_tokens_of_late_show_it(choice: Choice) -> None:
+def test_compute_speed_is_the_median_weighted_by_tokens(choice: Choice) -> None:
     pace = choice.load_or_compute.steps.pace
     for _ in range(14):
         choice.computes(1000, 1.0)
@@ -333,8 +333,8 @@ def test_a_pace_is_believed_when_most_tokens_of_late_show_it(choice: Choice) -> 
     assert pace.s_per_token == pytest.approx(0.001), "a step of many tokens weighs more"
 
 
-def test_a_release_that_does_not_tell_when_steps_end_makes_all_be_loaded(choice: Choice) -> None:
-    """What it tells late counts for steps that were long ago, and computing as slow."""
+def test_hits_are_loaded_if_vllm_does_not_report_step_ends(choice: Choice) -> None:
+    """Late reports count for much older steps, so computing seems slow."""
     choice.loads("ss", 0.002)
     assert choice.worth("ssss") == 0
     for _ in range(1000):
@@ -360,7 +360,7 @@ def compute(here: Bench, name: str, seconds: float) -> None:
 
 
 def load(here: Bench, name: str, seconds: float) -> int:
-    """Load what a request may load of PROMPT; return how many tokens that is."""
+    """Load as many tokens of PROMPT as a request may; return how many."""
     asked = make_request(name, PROMPT)
     num_tokens = here.ask(asked)
     if num_tokens:
@@ -372,7 +372,7 @@ def load(here: Bench, name: str, seconds: float) -> int:
 
 
 def slow_store(bench: StartBench, **options: Any) -> Bench:
-    """A half whose engine computes a token in 1 ms, and whose store has just taken 100 s."""
+    """Make a half whose engine computes a token in 1 ms and whose last load took 100 s."""
     here = bench(options=options)
     here.put(chunks_of(PROMPT))
     here.forget_host_cache()
@@ -383,7 +383,7 @@ def slow_store(bench: StartBench, **options: Any) -> Bench:
 
 
 def fast_store(bench: StartBench) -> Bench:
-    """A half whose engine computes a token in 1 ms, and whose store takes an eighth of that."""
+    """Make a half whose engine computes a token in 1 ms and loads one in an eighth of that."""
     here = bench()
     here.put(chunks_of(PROMPT))
     here.forget_host_cache()
@@ -392,7 +392,7 @@ def fast_store(bench: StartBench) -> Bench:
     return here
 
 
-def test_a_hit_is_computed_if_the_store_is_slower(bench: StartBench) -> None:
+def test_hit_is_computed_if_the_store_is_slower(bench: StartBench) -> None:
     here = slow_store(bench)
     assert load(here, "second", 100.0) == 0
     assert load(here, "third", 100.0) == 0
@@ -402,7 +402,7 @@ def test_a_hit_is_computed_if_the_store_is_slower(bench: StartBench) -> None:
     assert "tokens/hit" not in stats.data
 
 
-def test_the_answer_stays_as_it_is(bench: StartBench) -> None:
+def test_decision_for_a_request_does_not_change(bench: StartBench) -> None:
     here = slow_store(bench)
     asked = make_request("second", PROMPT)
     assert here.ask(asked) == 0
@@ -410,22 +410,22 @@ def test_the_answer_stays_as_it_is(bench: StartBench) -> None:
     assert here.ask(asked) == 0
 
 
-def test_all_is_loaded_if_the_option_says_so(bench: StartBench) -> None:
+def test_load_always_loads_from_a_slow_store(bench: StartBench) -> None:
     assert load(slow_store(bench, load="always"), "second", 100.0) == 400
 
 
-def test_what_was_announced_is_loaded_however_slow_the_store_is(bench: StartBench) -> None:
+def test_announced_tokens_are_loaded_from_a_slow_store(bench: StartBench) -> None:
     here = slow_store(bench)
     assert here.ask(announcing(PROMPT, 400, name="d")) == 400
 
 
 def begin(here: Bench, name: str, prompt: list[int]) -> None:
-    """Begin to load `prompt`, as far as it may be."""
+    """Begin to load as much of `prompt` as the half offers."""
     asked = make_request(name, prompt)
     here.half.allocated(asked, [list(range(101))], here.ask(asked))
 
 
-def test_a_load_that_takes_long_makes_others_compute(bench: StartBench) -> None:
+def test_overdue_load_makes_other_requests_compute(bench: StartBench) -> None:
     here = fast_store(bench)
     begin(here, "first", PROMPT)
     assert here.ask(make_request("second", PROMPT)) == 400
@@ -434,14 +434,14 @@ def test_a_load_that_takes_long_makes_others_compute(bench: StartBench) -> None:
         assert here.ask(make_request(name, PROMPT)) == 0
 
 
-def test_a_small_load_under_way_makes_nobody_compute(bench: StartBench) -> None:
+def test_running_small_load_makes_no_request_compute(bench: StartBench) -> None:
     here = fast_store(bench)
     begin(here, "small", PROMPT[: BLOCK + 1])
     here.clock.now_s += 0.040
     assert here.ask(make_request("large", PROMPT)) == 400
 
 
-def test_the_first_load_makes_others_compute(bench: StartBench) -> None:
+def test_first_load_makes_other_requests_compute(bench: StartBench) -> None:
     here = bench()
     here.put(chunks_of(PROMPT))
     here.forget_host_cache()
@@ -451,15 +451,15 @@ def test_the_first_load_makes_others_compute(bench: StartBench) -> None:
     assert here.ask(make_request("third", PROMPT)) == 400
 
 
-def test_a_hit_is_loaded_while_the_engine_has_much_to_compute(bench: StartBench) -> None:
+def test_hit_is_loaded_while_many_tokens_wait_to_be_computed(bench: StartBench) -> None:
     here = slow_store(bench)
     before = make_request("before", list(range(5000, 5000 + 500 * 250)))
     here.ask(before)
     assert here.ask(make_request("second", PROMPT)) == 400
 
 
-def test_the_local_hit_grows_while_a_prompt_is_looked_up(bench: StartBench) -> None:
-    """Another request has computed the first blocks, which only the store had."""
+def test_only_blocks_behind_a_grown_local_hit_count_as_loaded(bench: StartBench) -> None:
+    """Another request computed the first block, which was in the store alone, in the meantime."""
     here = bench()
     prompt = PROMPT[: 3 * BLOCK + 1]
     first, *others = chunks_of(prompt)
@@ -478,12 +478,12 @@ def test_the_local_hit_grows_while_a_prompt_is_looked_up(bench: StartBench) -> N
     assert stats.data["tokens/loaded"] == 2 * BLOCK
 
 
-# --- what is too little to be looked up ---
+# --- too few tokens for a lookup ---
 
 
 @pytest.fixture
 def computing(bench: StartBench) -> StartBench:
-    """A half whose engine computes five tokens in the time of a look-up and a load."""
+    """Start halves whose engine computes five tokens in the time of a lookup and a load."""
 
     def start(**more: Any) -> Bench:
         here = bench(**more)
@@ -496,17 +496,17 @@ def computing(bench: StartBench) -> StartBench:
 
 
 def with_left(num_left: int, **more: Any) -> Request:
-    """A request with so many tokens, besides its last one, after the two blocks it has."""
+    """Make a request with `num_left` loadable tokens behind its two local blocks."""
     return make_request(f"{num_left} left", PROMPT[: 2 * BLOCK + num_left + 1], **more)
 
 
 def is_looked_up(here: Bench, request: Request) -> bool:
-    """Whether `request`, whose first two blocks the engine has, waits for a look-up."""
+    """Return whether `request`, whose first two blocks are local, waits for a lookup."""
     return here.half.num_loadable_tokens(request, 2 * BLOCK) is None
 
 
 @pytest.mark.parametrize(("num_left", "expected"), [(1, False), (4, False), (5, True)])
-def test_what_is_computed_sooner_than_it_is_loaded_is_not_looked_up(
+def test_few_missing_tokens_are_computed_without_a_lookup(
     computing: StartBench, num_left: int, expected: bool
 ) -> None:
     here = computing(chunk_blocks=4)
@@ -514,7 +514,7 @@ def test_what_is_computed_sooner_than_it_is_loaded_is_not_looked_up(
     assert here.engine.in_flight == expected
 
 
-def test_a_whole_chunk_is_looked_up_however_fast_the_engine_is(computing: StartBench) -> None:
+def test_a_missing_whole_chunk_is_always_looked_up(computing: StartBench) -> None:
     here = computing()
     for name in ("faster", "as fast"):
         compute(here, name, 0.001)
@@ -522,7 +522,7 @@ def test_a_whole_chunk_is_looked_up_however_fast_the_engine_is(computing: StartB
     assert is_looked_up(here, with_left(BLOCK))
 
 
-def test_little_is_looked_up_if_all_is_to_be_loaded_or_nothing_is_known(
+def test_few_tokens_are_looked_up_if_always_loading_or_unmeasured(
     computing: StartBench, bench: StartBench
 ) -> None:
     for here in (computing(options={"load": "always"}), bench()):
@@ -530,17 +530,17 @@ def test_little_is_looked_up_if_all_is_to_be_loaded_or_nothing_is_known(
 
 
 @pytest.mark.parametrize(("offset", "expected"), [(0, False), (1, True)])
-def test_little_is_looked_up_if_a_picture_would_have_to_be_encoded(
+def test_few_tokens_are_looked_up_if_an_image_would_be_encoded(
     computing: StartBench, offset: int, expected: bool
 ) -> None:
-    """It may have come without its pixels."""
+    """Its request may have come without pixels."""
     place = PlaceholderRange(offset=offset, length=2 * BLOCK)
     picture = MultiModalFeatureSpec(data=None, modality="image", identifier="p", mm_position=place)
     assert is_looked_up(computing(), with_left(1, mm_features=[picture])) is expected
 
 
 @pytest.mark.parametrize(("num_left", "expected"), [(BLOCK - 1, 0), (BLOCK, BLOCK)])
-def test_a_block_that_was_announced_is_loaded_and_less_is_computed(
+def test_announced_block_is_loaded_but_less_than_a_block_is_computed(
     computing: StartBench, num_left: int, expected: int
 ) -> None:
     here = computing(chunk_blocks=4)
@@ -548,12 +548,12 @@ def test_a_block_that_was_announced_is_loaded_and_less_is_computed(
     assert here.half.num_loadable_tokens(request, 2 * BLOCK) == expected
 
 
-def test_a_block_that_was_announced_is_looked_up_if_it_may_have_any_size(
+def test_announced_block_of_unknown_tp_size_is_looked_up(
     computing: StartBench,
 ) -> None:
     here = computing(chunk_blocks=4, other_tp_sizes={2: ("t0of2", "t1of2")})
     here.put_keys(tp_size_key(Kind.KV, NAMESPACE, 2))
-    here.clock.now_s += 60.0  # it has looked a moment ago
+    here.clock.now_s += 60.0  # marks are read at intervals
     here.half.learn_tp_sizes(20.0)
     assert is_looked_up(here, announcing(PROMPT[: 3 * BLOCK + 1]))
 
@@ -563,7 +563,7 @@ def test_a_block_that_was_announced_is_looked_up_if_it_may_have_any_size(
 
 @pytest.mark.parametrize("num_loaded", range(6))
 @pytest.mark.parametrize("specs", [(), (spec(), window(2 * BLOCK))], ids=["full", "window"])
-def test_a_shorter_prefix_is_loaded_and_the_rest_computed(
+def test_prefix_worth_loading_is_loaded_and_the_rest_computed(
     start: StartEngine,
     monkeypatch: pytest.MonkeyPatch,
     specs: Sequence[KVCacheSpec],
@@ -580,8 +580,8 @@ def test_a_shorter_prefix_is_loaded_and_the_rest_computed(
     assert engine.counts.get("tokens/loaded", 0) == num_loaded * BLOCK
 
 
-def test_chunks_that_the_local_hit_holds_by_now_teach_nothing_of_their_tier() -> None:
-    """Others have computed them since the look-up: a load of no token cannot be timed."""
+def test_load_of_no_token_does_not_fail() -> None:
+    """Its chunks have become local since the lookup, so there is nothing to time."""
     for where in ("sh", "ssh", "s"):
         choice = LoadOrCompute(Clock())
         chunks, tiers = stored(where)

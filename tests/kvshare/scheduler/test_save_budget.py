@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the workers have no memory for is not promised, and nothing behind a gap is stored."""
+"""Chunks without save memory are not announced, and chunks behind a gap are not saved."""
 
 import logging
 from typing import Any
@@ -31,25 +31,25 @@ NUM_CHUNKS = 10
 
 
 def stored(engine: ToyEngine, prompt: list[int], chunk_blocks: int = 1) -> list[bool]:
-    """Of each chunk of `prompt`, whether the store has it."""
+    """Return for each chunk of `prompt` if the store has it."""
     names = {path.rpartition("/")[2] for path in GatedFileSystem.store}
     return [name in names for name in chunk_names(prompt, chunk_blocks)]
 
 
 def chunk_names(prompt: list[int], chunk_blocks: int = 1) -> list[str]:
-    """What follows the namespace in the objects' keys."""
+    """Return the part after the namespace of the objects' keys."""
     chunks = chunks_for(make_request("x", prompt), chunk_blocks)
     keys = (object_key(Kind.KV, "0" * 32, bytes(chunk.key), "t0of1") for chunk in chunks)
     return [key.rpartition("/")[2] for key in keys]
 
 
 def is_served(engine: ToyEngine) -> bool:
-    """Whether all requests have ended and all orders were given."""
+    """Return whether all requests have ended and all orders were given."""
     return not engine.scheduler.requests and not engine.scheduler.finished_req_ids
 
 
 def is_begun(engine: ToyEngine, name: str) -> bool:
-    """Whether some of the prompt of this request is computed."""
+    """Return whether some of this request's prompt is computed."""
     return engine.answers[name].computed_prompt_tokens > 0
 
 
@@ -63,11 +63,11 @@ def step_until_stored(engine: ToyEngine, prompt: list[int]) -> None:
 
 
 def announced(params: dict[str, Any] | None) -> int:
-    """How many tokens the answer promises to the next engine."""
+    """Return how many tokens the answer announces to the next engine."""
     return params["kvshare"]["num_tokens"] if params else 0
 
 
-def test_only_what_is_saved_is_announced(gated: StartEngine) -> None:
+def test_only_saved_tokens_are_announced(gated: StartEngine) -> None:
     writer = gated(buffer_bytes=2 * SLAB)
     GatedFileSystem.close_gate("put")
     writer.add(make_request("a", PROMPT))
@@ -86,7 +86,7 @@ def test_only_what_is_saved_is_announced(gated: StartEngine) -> None:
     assert not {name for name in reader.counts if name.startswith("misses/")}
 
 
-def test_where_there_is_no_memory_at_all_nothing_is_announced(gated: StartEngine) -> None:
+def test_prompt_without_save_memory_is_not_announced(gated: StartEngine) -> None:
     writer = gated(buffer_bytes=SLAB)
     GatedFileSystem.close_gate("put")
     for name, prompt in (("a", PROMPT), ("b", OTHER)):
@@ -99,7 +99,7 @@ def test_where_there_is_no_memory_at_all_nothing_is_announced(gated: StartEngine
     assert not any(stored(writer, OTHER))
 
 
-def test_what_finds_no_memory_is_saved_by_a_later_step(gated: StartEngine) -> None:
+def test_chunks_without_memory_are_saved_by_later_steps(gated: StartEngine) -> None:
     engine = gated(buffer_bytes=2 * SLAB)
     GatedFileSystem.close_gate("put")
     engine.add(make_request("a", PROMPT, max_tokens=200))
@@ -109,7 +109,7 @@ def test_what_finds_no_memory_is_saved_by_a_later_step(gated: StartEngine) -> No
     assert not engine.counts.get("blocks/dropped")
 
 
-def test_nothing_behind_a_gap_is_stored(
+def test_chunks_after_a_failed_save_are_not_saved(
     gated: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = list(range(1, 100 * BLOCK + 2))
@@ -138,9 +138,9 @@ def test_nothing_behind_a_gap_is_stored(
         engine.transfer.drain(20.0)  # an upload takes less than a step
         return bool(lost)
 
-    spin(engine, is_noticed, "nobody notices the gap")
+    spin(engine, is_noticed, "the gap is not noticed")
     num_ordered = len(saves)
-    assert num_ordered < 100, "it came too late to show anything"
+    assert num_ordered < 100, "the gap was noticed too late to test this"
     engine.run_out()
     there = stored(engine, prompt)
     assert there[:3] == [True, True, False]
@@ -148,7 +148,7 @@ def test_nothing_behind_a_gap_is_stored(
     assert announced(engine.answers["a"].kv_transfer_params) == 2 * BLOCK
 
 
-def test_older_prompts_are_stored_first_and_as_a_whole(gated: StartEngine) -> None:
+def test_oldest_prompt_is_stored_whole_before_others(gated: StartEngine) -> None:
     engine = gated(buffer_bytes=(NUM_CHUNKS + 3) * SLAB)
     GatedFileSystem.close_gate("put")
     for name, prompt in (("a", PROMPT), ("b", OTHER)):
@@ -162,13 +162,13 @@ def test_older_prompts_are_stored_first_and_as_a_whole(gated: StartEngine) -> No
     assert engine.answers["b"].kv_transfer_params is None
 
 
-def test_a_prompt_that_is_computed_in_pieces_keeps_its_room(gated: StartEngine) -> None:
+def test_chunked_prefill_keeps_its_reserved_memory(gated: StartEngine) -> None:
     few = {"max_num_batched_tokens": 4 * BLOCK, "max_num_seqs": 4}
     engine = gated(engine=few, buffer_bytes=(NUM_CHUNKS + 3) * SLAB)
     GatedFileSystem.close_gate("put")
     engine.add(make_request("a", PROMPT))
     spin(engine, lambda: is_begun(engine, "a"), "it does not begin")
-    engine.add(make_request("b", OTHER[: 4 * BLOCK + 1]))  # as much as is left now, and no more
+    engine.add(make_request("b", OTHER[: 4 * BLOCK + 1]))  # exactly as much as is left now
     spin(engine, lambda: is_served(engine), "no answer")
     GatedFileSystem.open_gates()
     engine.run_out()
@@ -177,7 +177,7 @@ def test_a_prompt_that_is_computed_in_pieces_keeps_its_room(gated: StartEngine) 
     assert engine.answers["b"].kv_transfer_params is None
 
 
-def test_a_prompt_that_is_aborted_keeps_no_room(gated: StartEngine) -> None:
+def test_aborted_prompt_releases_its_reserved_memory(gated: StartEngine) -> None:
     few = {"max_num_batched_tokens": 4 * BLOCK, "max_num_seqs": 4}
     engine = gated(engine=few, buffer_bytes=(NUM_CHUNKS + 3) * SLAB)
     engine.add(make_request("a", PROMPT))
@@ -188,7 +188,7 @@ def test_a_prompt_that_is_aborted_keeps_no_room(gated: StartEngine) -> None:
     assert all(stored(engine, OTHER))
 
 
-def test_a_new_prompt_takes_no_room_from_one_that_waits_for_it(gated: StartEngine) -> None:
+def test_new_prompt_does_not_overtake_one_that_waits_for_memory(gated: StartEngine) -> None:
     engine = gated(buffer_bytes=2 * SLAB)
     GatedFileSystem.close_gate("put")
     engine.add(make_request("a", PROMPT, max_tokens=200))
@@ -204,12 +204,12 @@ def test_a_new_prompt_takes_no_room_from_one_that_waits_for_it(gated: StartEngin
     assert engine.answers["b"].kv_transfer_params is None
 
 
-def test_while_the_store_refuses_saves_nothing_is_announced(gated: StartEngine) -> None:
+def test_nothing_is_announced_while_the_store_refuses_saves(gated: StartEngine) -> None:
     engine = gated()
     GatedFileSystem.broken.add("put")
     for number in range(2):
         engine.run(make_request(str(number), [number, *PROMPT]))
-    # The whole prompt is computed by one step, before the worker can know of it.
+    # One step computes the whole prompt, before the worker can report a failure.
     engine.run(make_request("a", PROMPT))
     assert engine.answers["a"].kv_transfer_params is None
     GatedFileSystem.broken.clear()
@@ -222,7 +222,7 @@ def test_while_the_store_refuses_saves_nothing_is_announced(gated: StartEngine) 
     spin(engine, is_announced_again, "the store is back, and nothing is announced")
 
 
-def test_what_an_idle_engine_has_stored_takes_no_room_of_the_next_prompt(
+def test_saves_ended_while_idle_free_memory_for_the_next_prompt(
     gated: StartEngine,
 ) -> None:
     engine = gated(buffer_bytes=(NUM_CHUNKS + 1) * SLAB)
@@ -232,7 +232,7 @@ def test_what_an_idle_engine_has_stored_takes_no_room_of_the_next_prompt(
         assert announced(engine.answers[name].kv_transfer_params) == len(prompt) - 1
 
 
-def test_what_a_reset_takes_away_gives_its_room_back(gated: StartEngine) -> None:
+def test_saves_cancelled_by_a_reset_free_their_memory(gated: StartEngine) -> None:
     engine = gated(buffer_bytes=2 * SLAB, chunk_tokens=2 * BLOCK)
     engine.add(make_request("a", PROMPT[: 2 * BLOCK + 1], max_tokens=BLOCK + 1))
     # The answer ends in half a chunk, which the next step would save.
@@ -260,7 +260,7 @@ def budget(limit_bytes: int, clock: Clock | None = None) -> SaveBudget[str]:
     return SaveBudget(limit_bytes, clock or Clock())
 
 
-def test_a_save_takes_its_room_until_all_its_objects_have_ended() -> None:
+def test_save_holds_memory_until_all_its_objects_ended() -> None:
     room = budget(10)
     assert room.admit(A, 6, 2, "a")
     assert not room.admit(B, 6, 1, "b")
@@ -270,7 +270,7 @@ def test_a_save_takes_its_room_until_all_its_objects_have_ended() -> None:
     assert room.admit(B, 6, 1, "b")
 
 
-def test_a_small_one_does_not_overtake_a_large_one() -> None:
+def test_small_save_does_not_overtake_a_large_one() -> None:
     room = budget(10)
     assert room.admit(A, 6, 1, "a")
     assert not room.admit(B, 6, 1, "b")
@@ -280,7 +280,7 @@ def test_a_small_one_does_not_overtake_a_large_one() -> None:
     assert room.admit(C, 1, 1, "c")
 
 
-def test_one_alone_may_be_larger() -> None:
+def test_single_save_may_exceed_the_limit() -> None:
     room = budget(10)
     assert room.admit(A, 60, 1, "a")
     assert not room.admit(B, 1, 1, "b")
@@ -288,7 +288,7 @@ def test_one_alone_may_be_larger() -> None:
     assert room.admit(B, 1, 1, "b")
 
 
-def test_room_for_the_rest_of_a_prompt_is_kept() -> None:
+def test_memory_for_the_rest_of_a_prompt_is_reserved() -> None:
     room = budget(10)
     a, b = "first", "second"
     assert room.admit(A, 2, 1, a, rest_bytes=4)
@@ -299,7 +299,7 @@ def test_room_for_the_rest_of_a_prompt_is_kept() -> None:
     assert room.admit(A, 2, 1, a)
 
 
-def test_room_that_is_kept_is_free_once_it_is_given_up() -> None:
+def test_released_reservation_is_free_again() -> None:
     room = budget(10)
     a, b = "first", "second"
     assert room.admit(A, 1, 1, a, rest_bytes=9)
@@ -308,8 +308,8 @@ def test_room_that_is_kept_is_free_once_it_is_given_up() -> None:
     assert room.admit(B, 9, 1, b)
 
 
-def test_no_prompt_is_taken_for_one_that_is_gone() -> None:
-    """Python gives the identity of what is gone to what comes next."""
+def test_reservation_of_a_dead_prompt_is_not_reused_by_identity() -> None:
+    """Python may give a dead object's `id` to a new one."""
 
     class Prompt:
         pass
@@ -325,7 +325,7 @@ def test_no_prompt_is_taken_for_one_that_is_gone() -> None:
     assert not room.admit(B, 8, 1, (alike or prompts)[0])
 
 
-def test_a_prompt_beyond_the_limit_takes_what_there_is() -> None:
+def test_prompt_larger_than_the_limit_is_saved_as_memory_frees() -> None:
     room = budget(10)
     a = "first"
     assert room.admit(A, 4, 1, a, rest_bytes=8)
@@ -335,7 +335,7 @@ def test_a_prompt_beyond_the_limit_takes_what_there_is() -> None:
     assert room.admit(C, 4, 1, a)
 
 
-def test_one_ordered_twice_takes_room_twice() -> None:
+def test_chunk_ordered_twice_holds_memory_twice() -> None:
     room = budget(10)
     assert room.admit(A, 4, 1, "first")
     assert room.admit(A, 4, 1, "second")
@@ -348,14 +348,14 @@ def test_one_ordered_twice_takes_room_twice() -> None:
     assert room.owner(A) is None
 
 
-def test_what_is_withdrawn_takes_no_room() -> None:
+def test_withdrawn_save_frees_its_memory() -> None:
     room = budget(10)
     assert room.admit(A, 10, 1, "a")
     room.withdraw([A, B])
     assert room.admit(B, 10, 1, "b")
 
 
-def test_it_is_crowded_from_half_of_the_memory_on() -> None:
+def test_budget_is_crowded_above_half_of_the_memory() -> None:
     room = budget(10)
     assert room.admit(A, 5, 1, "a")
     assert not room.is_crowded
@@ -365,7 +365,7 @@ def test_it_is_crowded_from_half_of_the_memory_on() -> None:
     assert not room.is_crowded
 
 
-def test_an_idle_engine_whose_saves_are_behind_makes_no_step_without_waiting(
+def test_idle_engine_with_pending_saves_waits_in_every_step(
     gated: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = gated(buffer_bytes=NUM_CHUNKS * SLAB)
@@ -385,7 +385,7 @@ def test_an_idle_engine_whose_saves_are_behind_makes_no_step_without_waiting(
     assert waits == 20
 
 
-def test_an_end_that_nobody_reports_gives_its_room_back_in_time() -> None:
+def test_memory_of_an_unreported_save_is_freed_after_120_s() -> None:
     clock = Clock()
     room = budget(10, clock)
     assert room.admit(A, 10, 1, "a")
@@ -397,7 +397,7 @@ def test_an_end_that_nobody_reports_gives_its_room_back_in_time() -> None:
     assert not room.admit(C, 1, 1, "c")
 
 
-def test_who_has_less_memory_than_a_step_may_fill_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_warns_if_buffer_bytes_is_below_one_step(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "kvshare")
     log_limit(limit_bytes=1000, chunk_bytes=100, chunk_tokens=16, step_tokens=160)
     assert not caplog.messages
@@ -407,7 +407,7 @@ def test_who_has_less_memory_than_a_step_may_fill_is_told(caplog: pytest.LogCapt
     assert "Set it to 2200" in line
 
 
-def test_the_log_compares_with_what_a_step_of_this_engine_computes(
+def test_engine_start_logs_a_buffer_below_one_step(
     gated: StartEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     gated(buffer_bytes=SLAB)

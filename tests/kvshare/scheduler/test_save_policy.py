@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is not stored by rule: it is counted, it is not announced, and no answer changes."""
+"""Rules that decline saves: declined chunks are counted and not announced; answers stay right."""
 
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,14 @@ OTHER_END = [*PROMPT[: 2 * BLOCK], *range(100, 100 + BLOCK + 2)]
 
 
 def ask(engine: ToyEngine, name: str, prompt: list[int] = PROMPT, **more: Any) -> Answer:
-    """Serve a request, for two tokens as a rule, and check them."""
+    """Serve a request, by default for two tokens, and check them."""
     (answer,) = engine.run(make_request(name, prompt, more.pop("max_tokens", 2), **more))
     assert answer.tokens == expected_answer(prompt, len(answer.tokens))
     return answer
 
 
 def announced(answer: Answer, prompt: list[int] = PROMPT) -> int:
-    """How much of the prompt a reader of the answer's announcement counts on."""
+    """Return how many prompt tokens a reader expects from the answer's announcement."""
     params = answer.kv_transfer_params
     return announced_tokens(make_request("reader", prompt, kv_transfer_params=params))
 
@@ -41,13 +41,13 @@ def num_stored(folder: Path) -> int:
     return len(objects(folder))
 
 
-def test_by_default_all_is_stored_at_once(start: StartEngine, tmp_path: Path) -> None:
+def test_by_default_every_prompt_is_stored_at_once(start: StartEngine, tmp_path: Path) -> None:
     assert announced(ask(start(), "first")) == ALL
     assert num_stored(tmp_path) == 4
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_prompt_is_stored_when_it_was_seen_often_enough(
+def test_prompt_is_stored_once_seen_save_after_times(
     start: StartEngine, tmp_path: Path, is_async: bool
 ) -> None:
     engine = start(store={"save_after": 3}, is_async=is_async)
@@ -61,9 +61,7 @@ def test_a_prompt_is_stored_when_it_was_seen_often_enough(
     assert engine.counts["declined/save_after"] == 2 * 4
 
 
-def test_what_prompts_share_is_stored_and_announced_without_the_rest(
-    start: StartEngine, tmp_path: Path
-) -> None:
+def test_shared_prefix_is_stored_without_the_rest(start: StartEngine, tmp_path: Path) -> None:
     engine = start(store={"save_after": 2})
     ask(engine, "first")
     answer = ask(engine, "second", OTHER_END)
@@ -73,10 +71,10 @@ def test_what_prompts_share_is_stored_and_announced_without_the_rest(
     assert ask(reader, "reader", OTHER_END).computed_prompt_tokens == len(OTHER_END) - 2 * BLOCK
 
 
-def test_a_prompt_that_another_engine_waits_for_is_stored_at_once(
+def test_prefill_for_another_engine_is_stored_regardless_of_rules(
     start: StartEngine, tmp_path: Path
 ) -> None:
-    """By the role of the engine, or by what the router says of the request."""
+    """Both the engine's role and the router's field in the request mark a prefill."""
     rules = {"save_after": 9, "save_min_tokens": 1000}
     by_role = start("kv_producer", store=rules)
     assert announced(ask(by_role, "answer", kv_transfer_params=None)) == 0
@@ -89,10 +87,10 @@ def test_a_prompt_that_another_engine_waits_for_is_stored_at_once(
 
 
 @pytest.mark.parametrize("rule", [{"save_after": 100}, {"save_min_tokens": 1000}])
-def test_a_single_token_alone_says_nothing(
+def test_max_tokens_of_one_is_not_taken_for_a_prefill(
     start: StartEngine, tmp_path: Path, rule: dict[str, int]
 ) -> None:
-    """A step of a beam search is a request for one token, and so is a prompt that is scored."""
+    """A beam search step and a scored prompt are requests for one token, too."""
     engine = start(store=rule)
     for number in range(8):
         beam = [*PROMPT, *range(number)]
@@ -103,7 +101,9 @@ def test_a_single_token_alone_says_nothing(
 
 
 @pytest.mark.parametrize("params", [None, {}, {"kvshare_save": True}, {"kvshare": 1}])
-def test_who_did_not_ask_is_told_nothing(start: StartEngine, tmp_path: Path, params: Any) -> None:
+def test_answer_has_no_params_unless_the_client_asked(
+    start: StartEngine, tmp_path: Path, params: Any
+) -> None:
     for max_tokens in (1, 2):
         answer = ask(start(), f"r{max_tokens}", max_tokens=max_tokens, kv_transfer_params=params)
         assert answer.kv_transfer_params is None
@@ -111,7 +111,7 @@ def test_who_did_not_ask_is_told_nothing(start: StartEngine, tmp_path: Path, par
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(ALL, ALL), (ALL + 1, 0)])
-def test_short_prompts_are_not_stored(
+def test_prompts_below_save_min_tokens_are_not_stored(
     start: StartEngine, tmp_path: Path, limit: int, expected: int
 ) -> None:
     engine = start(store={"save_min_tokens": limit})
@@ -120,9 +120,9 @@ def test_short_prompts_are_not_stored(
     assert engine.counts.get("declined/save_min_tokens", 0) == (0 if expected else 4)
 
 
-def test_answers_are_not_stored_if_the_option_says_so(start: StartEngine, tmp_path: Path) -> None:
+def test_answers_are_not_stored_with_save_answers_off(start: StartEngine, tmp_path: Path) -> None:
     engine = start(store={"save_answers": False})
-    # It ends two blocks after the last one of the prompt.
+    # The answer fills two more blocks.
     assert announced(ask(engine, "r", max_tokens=2 * BLOCK)) == ALL
     assert num_stored(tmp_path) == 4
     assert engine.counts["declined/save_answers"] == 2
@@ -132,7 +132,7 @@ def test_answers_are_not_stored_if_the_option_says_so(start: StartEngine, tmp_pa
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2])
-def test_a_request_may_keep_itself_out_of_the_store(
+def test_request_with_kvshare_save_false_is_not_stored(
     start: StartEngine, tmp_path: Path, max_tokens: int
 ) -> None:
     engine = start()
@@ -146,7 +146,7 @@ def test_a_request_may_keep_itself_out_of_the_store(
 
 
 @pytest.mark.parametrize("params", [TOLD | {"kvshare_save": True}, {"do_remote_decode": True}])
-def test_a_request_may_have_itself_stored_whatever_the_rules_say(
+def test_request_with_kvshare_save_true_overrides_the_rules(
     start: StartEngine, tmp_path: Path, params: Any
 ) -> None:
     engine = start(store={"save_after": 9, "save_min_tokens": 1000})
@@ -174,7 +174,7 @@ def test_malformed_fields_are_ignored(start: StartEngine, tmp_path: Path, params
 
 
 @pytest.mark.parametrize("said", [1, "true", None, [True]])
-def test_what_is_not_true_is_no_word_of_a_coordinator(start: StartEngine, said: Any) -> None:
+def test_only_the_value_true_counts_as_a_coordinators_order(start: StartEngine, said: Any) -> None:
     engine = start(store={"save_after": 9})
     assert announced(ask(engine, "r", kv_transfer_params={"do_remote_decode": said})) == 0
     ours = {"kvshare": {"for_decode": said}}
@@ -182,7 +182,7 @@ def test_what_is_not_true_is_no_word_of_a_coordinator(start: StartEngine, said: 
     assert engine.counts["declined/save_after"] == 2 * 4
 
 
-def test_a_refusal_beside_an_announcement_leaves_that_as_it_is(
+def test_kvshare_save_false_does_not_disable_an_announced_load(
     start: StartEngine, tmp_path: Path
 ) -> None:
     params = ask(start("kv_producer"), "p", max_tokens=1).kv_transfer_params
@@ -191,7 +191,7 @@ def test_a_refusal_beside_an_announcement_leaves_that_as_it_is(
     assert ask(reader, "d", kv_transfer_params=params).computed_prompt_tokens == 1
 
 
-def test_what_is_in_the_store_is_announced_though_it_would_not_be_stored_now(
+def test_stored_prompt_is_announced_although_rules_decline_it(
     start: StartEngine,
 ) -> None:
     ask(start("kv_producer"), "p", max_tokens=1)
@@ -200,7 +200,7 @@ def test_what_is_in_the_store_is_announced_though_it_would_not_be_stored_now(
     assert not engine.counts.get("declined/save_after")
 
 
-def test_a_preempted_request_is_seen_once(start: StartEngine, tmp_path: Path) -> None:
+def test_preempted_request_counts_once_for_save_after(start: StartEngine, tmp_path: Path) -> None:
     engine = start(num_blocks=12, store={"save_after": 3})
     prompts = [[*range(n, n + 4 * BLOCK)] for n in (0, 100, 200)]
     requests = [make_request(str(n), prompt, 4 * BLOCK) for n, prompt in enumerate(prompts)]

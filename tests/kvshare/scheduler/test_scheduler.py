@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler half alone: its answers while a look-up runs, and what it orders to be saved."""
+"""The scheduler half alone: lookups, loads, announcements, and the saves that it orders."""
 
 import logging
 import sys
@@ -55,7 +55,7 @@ class Clock:
 
 
 class Bench:
-    """A scheduler half, its store, and the hand on the clock."""
+    """A scheduler half with its store and a simulated clock."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Bench:
         self.half = KVScheduler(self.config, facts, self.engine, self.clock)
 
     def put(self, chunks: Sequence[Chunk], part: str = "t0of1") -> None:
-        """Store something under the names of `chunks`: look-ups ask for no more."""
+        """Store dummy objects under the keys of `chunks`, which is enough for lookups."""
         keys = (object_key(Kind.KV, NAMESPACE, bytes(chunk.key), part) for chunk in chunks)
         self.put_keys(*keys)
 
@@ -104,14 +104,14 @@ class Bench:
                 path.unlink()
 
     def ask(self, request: Request, num_computed_tokens: int = 0) -> int:
-        """Ask until there is an answer, in no time by the clock."""
+        """Ask until there is an answer, while the simulated clock stands still."""
         while (answer := self.half.num_loadable_tokens(request, num_computed_tokens)) is None:
             assert self.engine.in_flight, "it waits for nothing"
             self.engine.drain(_PAUSE_S)
         return answer
 
     def run(self, request: Request, start: int, end: int, block_ids: list[int]) -> Orders:
-        """Schedule `request` anew to compute tokens `start` to `end`."""
+        """Schedule a new `request` to compute tokens `start` to `end`."""
         self.half.allocated(request, [], 0)
         request.num_computed_tokens = end
         new = NewRequestData(
@@ -168,14 +168,14 @@ def bench(tmp_path: Path) -> Iterator[StartBench]:
 
 
 def chunks_of(prompt: list[int], chunk_blocks: int = 1) -> tuple[Chunk, ...]:
-    """All chunks that hold `prompt`."""
+    """Return all chunks of `prompt`."""
     return chunks_for(make_request("x", prompt), chunk_blocks)
 
 
 # --- look-ups ---
 
 
-def test_only_a_step_that_computes_nothing_waits_for_a_look_up(
+def test_only_an_idle_step_waits_for_a_lookup(
     bench: StartBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, waits = bench(), Counter[str]()
@@ -185,16 +185,16 @@ def test_only_a_step_that_computes_nothing_waits_for_a_look_up(
     asked = make_request("asked", PROMPT)
     assert here.half.num_loadable_tokens(asked, 0) is None
     here.run(make_request("other", PROMPT[: BLOCK // 2]), 0, BLOCK // 2, [1])
-    assert not waits, "others would wait too"
+    assert not waits, "it would delay the other request"
     assert here.half.orders(SchedulerOutput.make_empty()).is_idle
     assert waits["now"] == 1
     GatedFileSystem.open_gates()
     here.ask(asked)
     here.half.orders(SchedulerOutput.make_empty())
-    assert waits["now"] == 1, "nobody asks any more"
+    assert waits["now"] == 1, "no request waits for a lookup"
 
 
-def test_a_step_that_computes_nothing_waits_for_an_adapter_to_be_read(
+def test_idle_step_waits_for_an_adapter_fingerprint(
     bench: StartBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, waits = bench(), Counter[str]()
@@ -205,20 +205,20 @@ def test_a_step_that_computes_nothing_waits_for_an_adapter_to_be_read(
     assert waits["now"] == 1
 
 
-def test_the_longest_stored_prefix_counts(bench: StartBench) -> None:
+def test_lookup_returns_the_longest_stored_prefix(bench: StartBench) -> None:
     here = bench()
     chunks = chunks_of(PROMPT)
     here.put([chunks[0], chunks[1], chunks[3]])
     assert here.ask(make_request("r", PROMPT)) == 2 * BLOCK
 
 
-def test_the_local_hit_is_not_counted_again(bench: StartBench) -> None:
+def test_lookup_does_not_count_the_local_hit(bench: StartBench) -> None:
     here = bench()
     here.put(chunks_of(PROMPT))
     assert here.ask(make_request("r", PROMPT), BLOCK) == len(PROMPT) - 1 - BLOCK
 
 
-def test_a_chunk_is_there_if_all_its_shares_are(bench: StartBench) -> None:
+def test_chunk_is_found_only_with_all_its_shards(bench: StartBench) -> None:
     here = bench(parts=("t0of2", "t1of2"))
     chunks = chunks_of(PROMPT)
     here.put(chunks, "t0of2")
@@ -227,17 +227,17 @@ def test_a_chunk_is_there_if_all_its_shares_are(bench: StartBench) -> None:
     assert here.ask(make_request("two", PROMPT)) == 2 * BLOCK
 
 
-def test_the_answer_is_not_awaited(bench: StartBench) -> None:
+def test_lookup_does_not_block_and_ends_after_wait_s(bench: StartBench) -> None:
     here = bench()
     GatedFileSystem.close_gate("exists")
     request = make_request("r", PROMPT)
     assert here.half.num_loadable_tokens(request, 0) is None
     assert here.half.num_loadable_tokens(request, 0) is None
     here.clock.now_s += here.config.wait_s
-    assert here.half.num_loadable_tokens(request, 0) == 0, "the deadline is over"
+    assert here.half.num_loadable_tokens(request, 0) == 0, "the deadline has passed"
 
 
-def test_who_joins_a_look_up_that_takes_too_long_has_time_of_its_own(bench: StartBench) -> None:
+def test_request_joining_a_timed_out_lookup_gets_a_new_one(bench: StartBench) -> None:
     here = bench(options={"io_timeout_s": 0.5, "wait_s": 20.0})
     here.put(chunks_of(PROMPT))
     here.forget_host_cache()
@@ -252,7 +252,7 @@ def test_who_joins_a_look_up_that_takes_too_long_has_time_of_its_own(bench: Star
     assert here.ask(second) == len(PROMPT) - 1
 
 
-def test_who_joins_a_look_up_that_fails_does_not_ask_again(bench: StartBench) -> None:
+def test_request_joining_a_failed_lookup_does_not_repeat_it(bench: StartBench) -> None:
     here = bench()
     GatedFileSystem.broken.add("exists")
     first, second = (make_request(name, PROMPT) for name in ("first", "second"))
@@ -264,7 +264,7 @@ def test_who_joins_a_look_up_that_fails_does_not_ask_again(bench: StartBench) ->
     assert not here.engine.in_flight
 
 
-def test_a_late_answer_does_not_change_a_final_one(bench: StartBench) -> None:
+def test_late_lookup_result_does_not_change_the_answer(bench: StartBench) -> None:
     here = bench()
     here.put(chunks_of(PROMPT))
     request = make_request("r", PROMPT)
@@ -280,8 +280,8 @@ def test_a_late_answer_does_not_change_a_final_one(bench: StartBench) -> None:
     assert here.ask(make_request("next", PROMPT)) == len(PROMPT) - 1
 
 
-def test_a_local_hit_that_shrinks_is_looked_up_anew(bench: StartBench) -> None:
-    """vLLM may ask again, with other blocks of its own left, before it admits the request."""
+def test_shrunken_local_hit_causes_a_new_lookup(bench: StartBench) -> None:
+    """vLLM may ask again before it admits the request, with fewer local blocks."""
     here = bench()
     here.put(chunks_of(PROMPT))
     request = make_request("r", PROMPT)
@@ -290,7 +290,7 @@ def test_a_local_hit_that_shrinks_is_looked_up_anew(bench: StartBench) -> None:
     assert here.ask(request, 0) == len(PROMPT) - 1
 
 
-def test_requests_that_must_not_read_a_cache_are_not_looked_up(bench: StartBench) -> None:
+def test_request_that_skips_prefix_caches_is_not_looked_up(bench: StartBench) -> None:
     here = bench()
     here.put(chunks_of(PROMPT))
     request = make_request("r", PROMPT)
@@ -299,7 +299,7 @@ def test_requests_that_must_not_read_a_cache_are_not_looked_up(bench: StartBench
     assert here.engine.in_flight == 0
 
 
-def test_the_load_goes_to_the_blocks_behind_the_local_hit(bench: StartBench) -> None:
+def test_load_targets_the_blocks_behind_the_local_hit(bench: StartBench) -> None:
     here = bench()
     chunks = chunks_of(PROMPT)
     here.put(chunks)
@@ -316,8 +316,8 @@ def test_the_load_goes_to_the_blocks_behind_the_local_hit(bench: StartBench) -> 
     assert here.half.orders(SchedulerOutput.make_empty()).loads == (), "once"
 
 
-def test_blocks_that_became_local_are_not_loaded_over(bench: StartBench) -> None:
-    """Others may be reading them: the local hit grew after the look-up."""
+def test_blocks_that_became_local_are_not_loaded(bench: StartBench) -> None:
+    """The local hit grew after the lookup: other requests may read these blocks."""
     here = bench()
     chunks = chunks_of(PROMPT)
     here.put(chunks)
@@ -328,7 +328,7 @@ def test_blocks_that_became_local_are_not_loaded_over(bench: StartBench) -> None
     assert [piece.block_ids[0] for piece in order.pieces] == [(52,), (53,)]
 
 
-def test_vllm_may_take_less_than_it_was_offered(bench: StartBench) -> None:
+def test_vllm_may_allocate_fewer_tokens_than_offered(bench: StartBench) -> None:
     here = bench()
     here.put(chunks_of(PROMPT))
     request = make_request("r", PROMPT)
@@ -338,8 +338,8 @@ def test_vllm_may_take_less_than_it_was_offered(bench: StartBench) -> None:
     assert [piece.block_ids[0] for piece in order.pieces] == [(50,), (51,)]
 
 
-def test_vllm_may_take_nothing_of_what_it_was_offered(bench: StartBench) -> None:
-    """Since 0.33 it caps what is loaded at what it has other outputs of."""
+def test_vllm_may_ignore_the_offered_tokens(bench: StartBench) -> None:
+    """Since 0.33 vLLM may load less than offered."""
     here = bench()
     here.put(chunks_of(PROMPT))
     request = make_request("r", PROMPT)
@@ -349,8 +349,8 @@ def test_vllm_may_take_nothing_of_what_it_was_offered(bench: StartBench) -> None
     assert here.half.orders(SchedulerOutput.make_empty()).abandoned == (), "nothing was loading"
 
 
-def test_vllm_may_admit_a_request_steps_after_it_has_asked(bench: StartBench) -> None:
-    """Since 0.33 a load may wait until steps in flight have read its blocks for the last time."""
+def test_vllm_may_admit_a_request_several_steps_later(bench: StartBench) -> None:
+    """Since 0.33 a load may wait until steps in flight have last read its blocks."""
     here = bench()
     here.put(chunks_of(PROMPT))
     request = make_request("r", PROMPT)
@@ -367,17 +367,17 @@ def test_vllm_may_admit_a_request_steps_after_it_has_asked(bench: StartBench) ->
     assert [piece.block_ids[0] for piece in order.pieces] == [(51,), (52,), (53,)]
 
 
-def test_a_request_may_end_before_vllm_admits_it(bench: StartBench) -> None:
+def test_request_may_end_before_it_is_admitted(bench: StartBench) -> None:
     here = bench()
     here.put(chunks_of(PROMPT))
     request = make_request("r", PROMPT)
     assert here.ask(request)
     here.half.finished(request)
     orders = here.half.orders(SchedulerOutput.make_empty())
-    assert (orders.loads, orders.abandoned) == ((), ()), "no worker is to report it"
+    assert (orders.loads, orders.abandoned) == ((), ()), "no worker has to report it"
 
 
-def test_requests_with_one_prefix_share_a_look_up(bench: StartBench) -> None:
+def test_requests_with_a_common_prefix_share_a_lookup(bench: StartBench) -> None:
     here = bench()
     here.put(chunks_of(PROMPT))
     one, two = make_request("one", PROMPT), make_request("two", PROMPT)
@@ -397,7 +397,7 @@ def end_load(here: Bench, *lost: Chunk) -> None:
     here.half.reported(KVConnectorOutput(finished_recving={"r"}))
 
 
-def test_a_load_that_lost_a_chunk_is_not_tried_again(bench: StartBench) -> None:
+def test_load_with_a_lost_chunk_is_not_repeated(bench: StartBench) -> None:
     here = bench()
     chunks = chunks_of(PROMPT)
     here.put(chunks)
@@ -413,7 +413,7 @@ def test_a_load_that_lost_a_chunk_is_not_tried_again(bench: StartBench) -> None:
     assert stats.data["tokens/loaded"] == 2 * BLOCK
 
 
-def test_a_load_of_which_nothing_came_is_saved_as_a_whole(bench: StartBench) -> None:
+def test_prompt_of_a_failed_load_is_saved_whole(bench: StartBench) -> None:
     here = bench()
     here.put(chunks_of(PROMPT))
     request = make_request("r", PROMPT)
@@ -432,7 +432,7 @@ def pieces_of(orders: Orders) -> list[tuple[bytes, tuple[int, ...], int, int]]:
     ]
 
 
-def test_whole_chunks_a_part_and_the_tail_are_saved(bench: StartBench) -> None:
+def test_whole_chunks_partial_chunk_and_tail_are_saved(bench: StartBench) -> None:
     here = bench(chunk_blocks=2)
     prompt = list(range(5 * BLOCK + 3))
     first, second, part, tail = chunks_of(prompt, 2)
@@ -448,10 +448,10 @@ def test_whole_chunks_a_part_and_the_tail_are_saved(bench: StartBench) -> None:
 
 @pytest.mark.parametrize("numbers_media", [True, False])
 @pytest.mark.parametrize("name", ["renderer0-mm-1-image-0", "a" * 64])
-def test_kv_of_a_picture_that_has_a_number_for_a_name_is_not_shared(
+def test_kv_of_an_image_with_a_counter_as_identifier_is_not_shared(
     bench: StartBench, name: str, numbers_media: bool
 ) -> None:
-    """Without caches vLLM counts pictures from 1, in every engine: two may have one name."""
+    """Without caches vLLM numbers images from 1 in every engine, so identifiers collide."""
     here = bench(numbers_media=numbers_media)
     is_shared = name == "a" * 64 or not numbers_media
     prompt, blocks = list(range(5 * BLOCK + 1)), [1, 2, 3, 4, 5, 6]
@@ -464,7 +464,7 @@ def test_kv_of_a_picture_that_has_a_number_for_a_name_is_not_shared(
     assert (here.half.finished(request) is not None) is is_shared
 
 
-def test_a_chunk_is_saved_when_its_last_block_is_full(bench: StartBench) -> None:
+def test_chunk_is_saved_when_its_last_block_is_full(bench: StartBench) -> None:
     here = bench(chunk_blocks=2)
     prompt = list(range(4 * BLOCK + 1))
     first, second = chunks_of(prompt, 2)
@@ -475,7 +475,7 @@ def test_a_chunk_is_saved_when_its_last_block_is_full(bench: StartBench) -> None
     assert pieces_of(here.go_on(request, 4 * BLOCK - 1, [6])) == [(second.key, (9, 5), 8, 0)]
 
 
-def test_a_preempted_chunk_is_saved_from_its_new_blocks(bench: StartBench) -> None:
+def test_chunk_of_a_preempted_request_is_saved_from_its_new_blocks(bench: StartBench) -> None:
     here = bench(chunk_blocks=3)
     prompt = list(range(3 * BLOCK + 1))
     (chunk,) = chunks_of(prompt, 3)
@@ -497,17 +497,17 @@ def leave(here: Bench, request: Request) -> list[tuple[bytes, tuple[int, ...]]]:
     return [(piece.key, piece.block_ids[0]) for piece in orders.leaving]
 
 
-def test_what_an_answer_ends_in_is_saved_when_it_ends(bench: StartBench) -> None:
+def test_partial_chunk_is_saved_when_the_answer_ends(bench: StartBench) -> None:
     here = bench(chunk_blocks=4)
     request = make_request("r", PROMPT[: BLOCK + 1], 99)
     here.run(request, 0, BLOCK + 1, [7, 8, 9])
     request.append_output_token_ids(list(range(2 * BLOCK - 1)))
     here.go_on(request, 3 * BLOCK - 1, [])
-    # The last block's last token was sampled this moment; a step may have guessed at its KV.
+    # The last token was just sampled: its KV is not computed, or only a guess.
     assert leave(here, request) == [(request.block_hashes[1], (7, 8))]
 
 
-def test_a_chunk_that_async_scheduling_learns_of_late_is_saved_at_the_end(
+def test_chunk_completed_by_late_async_tokens_is_saved_at_the_end(
     bench: StartBench,
 ) -> None:
     here = bench(chunk_blocks=2)
@@ -518,7 +518,7 @@ def test_a_chunk_that_async_scheduling_learns_of_late_is_saved_at_the_end(
     assert leave(here, request) == [(request.block_hashes[1], (7, 8))]
 
 
-def test_a_prompt_whose_answer_fills_no_block_leaves_nothing_more(bench: StartBench) -> None:
+def test_answer_that_fills_no_block_causes_no_save(bench: StartBench) -> None:
     here = bench(chunk_blocks=4)
     request = make_request("r", PROMPT, 9)
     assert len(here.run(request, 0, len(PROMPT), [1, 2, 3, 4]).saves) == 2
@@ -526,9 +526,9 @@ def test_a_prompt_whose_answer_fills_no_block_leaves_nothing_more(bench: StartBe
     assert leave(here, request) == []
 
 
-def test_what_vllm_takes_back_is_not_saved(bench: StartBench) -> None:
-    """Its own last token, computed ahead, where the user's next ones take its place in a session
-    that goes on: the block is no longer what it is called."""
+def test_block_with_a_retracted_token_is_not_saved(bench: StartBench) -> None:
+    """In a resumed session the user's next tokens replace vLLM's last token, whose KV was computed
+    ahead: the block does not match its hash."""
     here = bench(chunk_blocks=4)
     request = make_request("r", PROMPT[: BLOCK + 1], 99)
     here.run(request, 0, BLOCK + 1, [7, 8])
@@ -539,7 +539,7 @@ def test_what_vllm_takes_back_is_not_saved(bench: StartBench) -> None:
     assert leave(here, request) == []
 
 
-def test_each_turn_of_a_session_has_its_tail(bench: StartBench) -> None:
+def test_each_turn_of_a_session_saves_its_tail(bench: StartBench) -> None:
     here = bench()
     request = make_request("r", PROMPT[: BLOCK + 2], 99)
     assert len(here.run(request, 0, BLOCK + 2, [7, 8]).saves) == 2
@@ -549,7 +549,7 @@ def test_each_turn_of_a_session_has_its_tail(bench: StartBench) -> None:
     assert here.half.finished(request) == announcement(BLOCK + 2, 1)
 
 
-def test_an_engine_that_only_loads_leaves_nothing(bench: StartBench) -> None:
+def test_consumer_saves_nothing_when_a_request_ends(bench: StartBench) -> None:
     here = bench(chunk_blocks=4, saves=False)
     request = make_request("r", PROMPT, 9)
     here.run(request, 0, 2 * BLOCK, [1, 2, 3, 4])
@@ -563,7 +563,7 @@ def test_an_engine_that_only_loads_leaves_nothing(bench: StartBench) -> None:
         ("kv_cache_block_copies", [SimpleNamespace(src_block_id=9, dst_block_id=2)]),
     ],
 )
-def test_what_is_overwritten_before_it_could_be_saved_is_not_saved(
+def test_blocks_overwritten_before_their_save_are_not_saved(
     bench: StartBench, field: str, value: list[Any]
 ) -> None:
     here = bench(chunk_blocks=4)
@@ -578,8 +578,8 @@ def test_what_is_overwritten_before_it_could_be_saved_is_not_saved(
     assert left.block_ids == ((3, 9),)
 
 
-def test_nothing_is_saved_from_a_cache_that_was_reset(bench: StartBench) -> None:
-    """vLLM gives the cache's memory away when it sleeps: what lies there afterwards is no KV."""
+def test_nothing_is_saved_from_a_reset_cache(bench: StartBench) -> None:
+    """vLLM frees the cache's memory when it sleeps, so it holds no KV afterwards."""
     here = bench(chunk_blocks=4)
     gone, preempted = make_request("gone", PROMPT, 9), make_request("r", PROMPT[1:], 9)
     for request in (gone, preempted):
@@ -592,15 +592,13 @@ def test_nothing_is_saved_from_a_cache_that_was_reset(bench: StartBench) -> None
 
 
 @pytest.mark.parametrize("local_blocks", range(6))
-def test_a_local_hit_inside_a_chunk_is_not_loaded_over(
-    bench: StartBench, local_blocks: int
-) -> None:
+def test_local_blocks_inside_a_chunk_are_not_loaded(bench: StartBench, local_blocks: int) -> None:
     here = bench(chunk_blocks=3)
     prompt = list(range(5 * BLOCK + 3))
     here.put(chunks_of(prompt, 3))
     request = make_request("r", prompt)
     num_tokens = here.ask(request, local_blocks * BLOCK)
-    assert num_tokens == len(prompt) - 1 - local_blocks * BLOCK, "nothing is computed twice"
+    assert num_tokens == len(prompt) - 1 - local_blocks * BLOCK, "all other tokens are loaded"
     here.half.allocated(request, [[50, 51, 52, 53, 54, 55]], num_tokens)
     (order,) = here.half.orders(SchedulerOutput.make_empty()).loads
     blocks = [block for piece in order.pieces for block in piece.block_ids[0]]
@@ -610,7 +608,7 @@ def test_a_local_hit_inside_a_chunk_is_not_loaded_over(
 
 
 @pytest.mark.parametrize(("num_tokens", "blocks"), [(9, [50, 51, 52]), (8, [50, 51]), (1, [50])])
-def test_vllm_may_take_some_blocks_of_a_chunk(
+def test_vllm_may_allocate_some_blocks_of_a_chunk(
     bench: StartBench, num_tokens: int, blocks: list[int]
 ) -> None:
     here = bench(chunk_blocks=4)
@@ -622,7 +620,7 @@ def test_vllm_may_take_some_blocks_of_a_chunk(
     assert [block for piece in order.pieces for block in piece.block_ids[0]] == blocks
 
 
-def test_another_prompt_finds_the_part_that_one_ended_in(bench: StartBench) -> None:
+def test_other_prompt_finds_the_partial_chunk_of_a_shared_prefix(bench: StartBench) -> None:
     here = bench(chunk_blocks=4)
     turn = list(range(6 * BLOCK + 1))
     here.put(chunks_of(turn, 4))
@@ -630,7 +628,7 @@ def test_another_prompt_finds_the_part_that_one_ended_in(bench: StartBench) -> N
     assert here.ask(make_request("other", [*turn[: 5 * BLOCK], *range(100, 160)])) == 4 * BLOCK
 
 
-def test_keys_are_not_made_on_the_scheduler_thread(
+def test_object_keys_are_computed_on_the_io_thread(
     bench: StartBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     makers: set[str] = set()
@@ -641,13 +639,13 @@ def test_keys_are_not_made_on_the_scheduler_thread(
 
     monkeypatch.setattr(lookups, "object_key", noted)
     here = bench()
-    here.engine.host.is_in_memory = False  # or the last chunk is looked for at once
+    here.engine.host.is_in_memory = False  # a host cache in memory is probed at once
     assert here.ask(make_request("r", PROMPT)) == 0
     assert makers == {"ecshare-io"}
 
 
-def test_of_many_shares_one_of_each_chunk_is_asked_for(bench: StartBench) -> None:
-    """Eight ranks, 32 keys a round trip: five chunks are too many to ask for all shares."""
+def test_lookup_with_many_shards_probes_one_per_chunk(bench: StartBench) -> None:
+    """With eight ranks and 32 keys a round trip, four chunks can be probed fully, five cannot."""
     parts = tuple(f"t{rank}of8" for rank in range(8))
     here = bench(parts=parts)
     prompt = list(range(5 * BLOCK))
@@ -709,14 +707,14 @@ def test_odd_announcements_are_ignored(params: Any, expected: int) -> None:
 
 
 def announcing(prompt: list[int], num_tokens: int | None = None, name: str = "r") -> Request:
-    """A request of which somebody is computing `num_tokens`, or all that can be loaded."""
+    """Make a request that announces `num_tokens`, or the whole prompt as streamed."""
     said = {"streamed": True} if num_tokens is None else {"num_tokens": num_tokens}
     return make_request(name, prompt, kv_transfer_params={"kvshare": said})
 
 
 @pytest.mark.parametrize("num_tokens", [None, len(PROMPT) - 1])
 @pytest.mark.parametrize("local_blocks", [0, 1, 2])
-def test_what_was_announced_is_named_and_not_looked_up(
+def test_announced_chunks_are_loaded_without_a_lookup(
     bench: StartBench, local_blocks: int, num_tokens: int | None
 ) -> None:
     here = bench()
@@ -751,18 +749,20 @@ def test_what_was_announced_is_named_and_not_looked_up(
         (8 * BLOCK + 1, 8 * BLOCK + 1),
     ],
 )
-def test_the_chunks_that_end_within_the_announced_tokens_are_named(
+def test_only_chunks_within_the_announced_tokens_are_loaded(
     bench: StartBench, num_tokens: int, expected: int
 ) -> None:
-    """The prompt: two whole chunks, two blocks, and a tail of one token besides the last one."""
+    """The prompt has two whole chunks, two more blocks, and a tail of one loadable token."""
     here = bench(chunk_blocks=3)
     request = announcing(list(range(8 * BLOCK + 2)), num_tokens)
     assert here.ask(request) == expected
 
 
 @pytest.mark.parametrize("num_tokens", range(2, 6 * BLOCK))
-def test_what_one_engine_saves_another_names(bench: StartBench, num_tokens: int) -> None:
-    """Wherever the prompt ends, and whatever of it the first engine had already."""
+def test_reader_loads_exactly_the_chunks_the_writer_saved(
+    bench: StartBench, num_tokens: int
+) -> None:
+    """For every prompt length, and every local hit of the writer."""
     prompt = list(range(num_tokens))
     for number, local_blocks in enumerate(range(-(-num_tokens // BLOCK))):
         here = bench(chunk_blocks=3)
@@ -773,7 +773,7 @@ def test_what_one_engine_saves_another_names(bench: StartBench, num_tokens: int)
         reader = make_request("d", prompt, kv_transfer_params=handed_over)
         answer = here.ask(reader)
         if num_tokens <= BLOCK:
-            assert answer == 0, "less than a block is not worth a wait"
+            assert answer == 0, "less than a block is not waited for"
             continue
         assert answer == num_tokens - 1
         here.half.allocated(reader, [blocks], answer)
@@ -781,10 +781,10 @@ def test_what_one_engine_saves_another_names(bench: StartBench, num_tokens: int)
         assert [piece.key for piece in order.pieces] == [piece.key for piece in saves]
 
 
-def test_who_is_only_announced_to_learns_of_other_sizes(
+def test_engine_with_only_announced_loads_learns_other_tp_sizes(
     bench: StartBench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It never misses a look-up, which is when others would be looked for."""
+    """Its lookups never miss, and a miss is what otherwise triggers the check for marks."""
     caplog.set_level(logging.INFO, "kvshare")
     here = bench(other_tp_sizes={2: ("t0of2", "t1of2")})
     here.half.learn_tp_sizes(20.0)
@@ -796,14 +796,14 @@ def test_who_is_only_announced_to_learns_of_other_sizes(
     assert "size 2 is used" in caplog.text
 
 
-def test_less_than_a_block_is_looked_up_and_not_waited_for(bench: StartBench) -> None:
+def test_announced_remainder_below_a_block_is_looked_up(bench: StartBench) -> None:
     here = bench()
     assert here.ask(announcing(PROMPT), 3 * BLOCK) == 0
     here.put(chunks_of(PROMPT))
     assert here.ask(announcing(PROMPT, name="again"), 3 * BLOCK) == 1
 
 
-def test_what_a_preempted_request_has_generated_was_not_announced(bench: StartBench) -> None:
+def test_preempted_announced_request_is_looked_up(bench: StartBench) -> None:
     here = bench()
     request = announcing(PROMPT)
     request.append_output_token_ids([1, 2, 3])
@@ -811,7 +811,7 @@ def test_what_a_preempted_request_has_generated_was_not_announced(bench: StartBe
     assert here.ask(request) == 0
 
 
-def test_an_announced_load_that_came_to_its_end_is_known_to_be_stored(bench: StartBench) -> None:
+def test_chunks_of_an_ended_announced_load_are_not_saved_again(bench: StartBench) -> None:
     here = bench()
     chunks = chunks_of(PROMPT)
     request = announcing(PROMPT)
@@ -822,8 +822,8 @@ def test_an_announced_load_that_came_to_its_end_is_known_to_be_stored(bench: Sta
     assert here.half.num_loadable_tokens(request, 0) == 0, "not waited for again"
 
 
-def test_a_promise_keeps_nobody_from_saving(bench: StartBench) -> None:
-    """Anybody may promise anything."""
+def test_announcement_does_not_suppress_saves_of_others(bench: StartBench) -> None:
+    """A client may announce anything."""
     here = bench()
     request = announcing(PROMPT)
     here.half.allocated(request, [[1, 2, 3, 4]], here.ask(request))
@@ -834,10 +834,10 @@ def test_a_promise_keeps_nobody_from_saving(bench: StartBench) -> None:
     ("lost", "expected"),
     [(0, 0), (1, 2 * BLOCK), (2, 4 * BLOCK), (3, 5 * BLOCK), (None, 5 * BLOCK + 2)],
 )
-def test_what_was_dropped_is_not_announced(
+def test_dropped_chunk_shortens_the_announcement(
     bench: StartBench, lost: int | None, expected: int
 ) -> None:
-    """None: somebody else's chunk was."""
+    """`lost` None: the dropped chunk is another prompt's."""
     here = bench(chunk_blocks=2)
     prompt = list(range(5 * BLOCK + 3))
     keys = [chunk.key for chunk in chunks_of(prompt, 2)]
@@ -850,9 +850,9 @@ def test_what_was_dropped_is_not_announced(
     assert here.half.finished(request) == (announcement(expected, 1) if expected else None)
 
 
-def test_a_loss_heard_of_late_stops_no_save_under_way(bench: StartBench) -> None:
-    """A load ends at its first lost chunk. Of those behind it the engine may hear when it has
-    computed them and is saving them."""
+def test_late_loss_report_does_not_stop_running_saves(bench: StartBench) -> None:
+    """A load ends at its first lost chunk. The loss of later ones may be reported when the engine
+    has computed them and saves them."""
     here = bench()
     request = make_request("r", PROMPT)
     assert len(here.run(request, 0, len(PROMPT), [1, 2, 3, 4]).saves) == 4
@@ -888,13 +888,13 @@ def long_request(name: str, tokens: list[int], **params: Any) -> Request:
         (partial(long_request, kvshare={"for_decode": True}), False, 1),
     ],
 )
-def test_a_note_is_left_where_an_engine_may_wait(
+def test_gap_marker_is_written_if_another_engine_may_wait(
     bench: StartBench,
     make: Callable[[str, list[int]], Request],
     only_saves: bool,
     num_notes: int,
 ) -> None:
-    """Nobody waits for what only pools, though that is limited to one token too."""
+    """No engine waits for a pooling request, although it too is limited to one token."""
     here = bench(loads=not only_saves)
     request = make("r", PROMPT)
     here.ask(request)
@@ -904,8 +904,8 @@ def test_a_note_is_left_where_an_engine_may_wait(
     assert len(notes) == num_notes
 
 
-def test_what_a_window_has_passed_is_not_announced_unseen(bench: StartBench) -> None:
-    """The local cache has it, the store may have lost it, and it cannot be saved any more."""
+def test_request_with_blocks_behind_a_window_can_finish(bench: StartBench) -> None:
+    """Its first blocks are local, unknown to the store, and cannot be saved any more."""
     window = LayerSet(0, (0,), (("layers.0", 0),), AttentionWindow(sliding_tokens=BLOCK), 1, 1)
     here = bench(layer_sets=(window,))
     request = make_request("r", PROMPT)
@@ -915,7 +915,7 @@ def test_what_a_window_has_passed_is_not_announced_unseen(bench: StartBench) -> 
 
 
 @pytest.mark.parametrize("is_loading", [False, True])
-def test_a_load_of_a_request_that_is_over_is_ended(bench: StartBench, is_loading: bool) -> None:
+def test_load_of_a_finished_request_is_abandoned(bench: StartBench, is_loading: bool) -> None:
     here = bench()
     request = announcing(PROMPT)
     here.half.allocated(request, [[1, 2, 3, 4]], here.ask(request))
@@ -934,11 +934,11 @@ def test_a_load_of_a_request_that_is_over_is_ended(bench: StartBench, is_loading
 
 
 def saved(orders: Orders) -> list[tuple[bytes, int]]:
-    """The saves of `orders`, each of one block."""
+    """Return the saves of `orders`, each of one block."""
     return [(piece.key, block) for piece in orders.saves for block in piece.block_ids[0]]
 
 
-def test_blocks_are_saved_when_they_are_full_and_the_tail_when_the_prompt_is(
+def test_blocks_are_saved_when_full_and_the_tail_with_the_prompt(
     bench: StartBench,
 ) -> None:
     here = bench()
@@ -953,7 +953,7 @@ def test_blocks_are_saved_when_they_are_full_and_the_tail_when_the_prompt_is(
     assert saved(here.go_on(request, 3 * BLOCK + 2, [])) == []
 
 
-def test_blocks_of_the_answer_are_saved_when_their_tokens_are_known(bench: StartBench) -> None:
+def test_answer_blocks_are_saved_when_their_tokens_are_known(bench: StartBench) -> None:
     here = bench()
     request = make_request("r", PROMPT[:BLOCK], 9)
     here.run(request, 0, BLOCK, [7])
@@ -964,7 +964,7 @@ def test_blocks_of_the_answer_are_saved_when_their_tokens_are_known(bench: Start
     assert saved(here.go_on(request, 2 * BLOCK, [9])) == [(request.block_hashes[1], 8)]
 
 
-def test_a_resumed_request_has_other_blocks(bench: StartBench) -> None:
+def test_resumed_request_is_saved_from_its_new_blocks(bench: StartBench) -> None:
     here = bench()
     request = make_request("r", PROMPT[:BLOCK], 9)
     here.run(request, 0, 2, [7])
@@ -973,7 +973,7 @@ def test_a_resumed_request_has_other_blocks(bench: StartBench) -> None:
     ]
 
 
-def test_what_is_stored_is_not_saved(bench: StartBench) -> None:
+def test_stored_chunks_are_not_saved_again(bench: StartBench) -> None:
     here = bench()
     chunks = chunks_of(PROMPT)
     here.put(chunks[:2])
@@ -984,7 +984,7 @@ def test_what_is_stored_is_not_saved(bench: StartBench) -> None:
     assert saved(here.run(make_request("two", PROMPT), 0, len(PROMPT), [5, 6, 7, 8])) == []
 
 
-def test_what_was_lost_is_saved_from_whatever_block_holds_it(bench: StartBench) -> None:
+def test_lost_chunk_is_saved_again_from_the_local_cache(bench: StartBench) -> None:
     here = bench()
     chunks = chunks_of(PROMPT)
     here.run(make_request("one", PROMPT), 0, len(PROMPT), [1, 2, 3, 4])
@@ -996,7 +996,7 @@ def test_what_was_lost_is_saved_from_whatever_block_holds_it(bench: StartBench) 
     assert saved(orders) == [(chunks[1].key, 2)]
 
 
-def test_trust_in_the_store_ends(bench: StartBench) -> None:
+def test_stored_chunks_are_saved_again_after_ten_minutes(bench: StartBench) -> None:
     here = bench()
     assert len(here.run(make_request("one", PROMPT), 0, len(PROMPT), [1, 2, 3, 4]).saves) == 4
     here.clock.now_s += 599.0
@@ -1005,7 +1005,7 @@ def test_trust_in_the_store_ends(bench: StartBench) -> None:
     assert len(here.run(make_request("three", PROMPT), 0, len(PROMPT), [1, 2, 3, 4]).saves) == 4
 
 
-def test_memory_of_what_is_stored_is_bounded(
+def test_number_of_remembered_stored_chunks_is_bounded(
     bench: StartBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_CHUNKS", 2)
@@ -1016,7 +1016,7 @@ def test_memory_of_what_is_stored_is_bounded(
     assert saved(again) == [(chunks[0].key, 1), (chunks[1].key, 2)]
 
 
-def test_a_worker_that_refused_its_cache_ends_orders_and_announcements(bench: StartBench) -> None:
+def test_idle_worker_report_ends_lookups_saves_and_announcements(bench: StartBench) -> None:
     here = bench()
     report = Report(frozenset(), is_idle=True)
     here.half.reported(KVConnectorOutput(kv_connector_worker_meta=report))
@@ -1026,10 +1026,10 @@ def test_a_worker_that_refused_its_cache_ends_orders_and_announcements(bench: St
     here.half.finished(request)
 
 
-# --- KV that is laid out in another way ---
+# --- KV with another layout ---
 
 
-def test_what_nobody_here_can_use_is_not_looked_up_for_a_while(
+def test_lookups_pause_for_60_s_after_layout_mismatches(
     bench: StartBench, caplog: pytest.LogCaptureFixture
 ) -> None:
     here = bench()
@@ -1061,7 +1061,7 @@ def test_what_nobody_here_can_use_is_not_looked_up_for_a_while(
     assert len(said) == 1
 
 
-def test_look_ups_go_on_once_something_fits(bench: StartBench) -> None:
+def test_successful_load_resets_the_layout_mismatch_count(bench: StartBench) -> None:
     here = bench()
     chunks = chunks_of(PROMPT)
     here.put(chunks)
@@ -1080,7 +1080,7 @@ def test_look_ups_go_on_once_something_fits(bench: StartBench) -> None:
 
 
 def num_calls(work: Callable[[], object]) -> int:
-    """How many functions of Python or C `work` calls."""
+    """Return how many Python and C functions `work` calls."""
     num = 0
 
     def count(_frame: object, event: str, _arg: object) -> None:
@@ -1096,10 +1096,10 @@ def num_calls(work: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("prompt_blocks", [2, 200])
-def test_a_running_request_with_nothing_to_save_costs_a_step_a_few_calls(
+def test_decode_step_costs_at_most_four_calls_per_request(
     bench: StartBench, prompt_blocks: int
 ) -> None:
-    """Thousands run at a time. Neither the length of its prompt counts, nor what it has saved."""
+    """Thousands of requests decode at a time; neither prompt length nor past saves may cost."""
     here = bench(chunk_blocks=16)
     prompt = list(range(prompt_blocks * BLOCK + 1))
 
@@ -1117,6 +1117,6 @@ def test_a_running_request_with_nothing_to_save_costs_a_step_a_few_calls(
     requests = [make_request(str(number), [number, *prompt[1:]], 9) for number in range(40)]
     for request in requests:
         here.run(request, 0, len(prompt), list(range(prompt_blocks + 1)))
-    decode(requests)  # takes what the last steps left
+    decode(requests)  # flushes what the last steps left
     each = (decode(requests) - decode(requests[:20])) / 20
     assert each <= 4

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search against a model that asks for everything."""
+"""The search, compared with a reference that probes every chunk."""
 
 import hashlib
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def search(
 
 
 def longest(prefix: Prefix, start_block: int, is_there: Callable[[Chunk], bool]) -> list[Chunk]:
-    """The same, asking for everything."""
+    """Search by probing every chunk."""
     number = first = start_block // prefix.grid.chunk_blocks
     while number < prefix.num_whole and is_there(prefix.whole(number)):
         number += 1
@@ -65,7 +65,7 @@ def longest(prefix: Prefix, start_block: int, is_there: Callable[[Chunk], bool])
 
 @st.composite
 def prefixes(draw: st.DrawFn, most_blocks: int = 300) -> tuple[Prefix, int]:
-    """A prefix, and where the local hit ends."""
+    """Draw a prefix and the block at which the local hit ends."""
     num_blocks = draw(st.integers(0, most_blocks))
     chunk_blocks = draw(st.sampled_from([1, 2, 3, 8, 16]))
     prefix = prefix_of(num_blocks, chunk_blocks, has_tail=draw(st.booleans()))
@@ -77,10 +77,10 @@ def keys(found: Found) -> list[ChunkKey]:
 
 
 @given(prefixes(), st.integers(0, 300), st.sets(st.integers(0, 300), max_size=8), st.booleans())
-def test_finds_the_longest_prefix_of_what_is_stored_in_order(
+def test_search_finds_the_longest_stored_prefix_in_three_rounds(
     of: tuple[Prefix, int], num_stored: int, ends: set[int], tail_is_there: bool
 ) -> None:
-    """Whole chunks up to somewhere; parts wherever prompts ended."""
+    """Whole chunks are stored up to some block, partial ones wherever prompts ended."""
     prefix, start_block = of
 
     def is_there(chunk: Chunk) -> bool:
@@ -93,16 +93,16 @@ def test_finds_the_longest_prefix_of_what_is_stored_in_order(
     found, rounds = search(prefix, start_block, is_there)
     assert keys(found) == [chunk.key for chunk in longest(prefix, start_block, is_there)]
     asked = [chunk.key for chunks in rounds for chunk in chunks]
-    assert len(set(asked)) == len(asked), "no question twice"
+    assert len(set(asked)) == len(asked), "a chunk was probed twice"
     assert len(rounds) <= 3
     assert all(len(chunks) <= KEYS_A_ROUND for chunks in rounds)
 
 
 @given(prefixes(), st.data())
-def test_whatever_is_stored_the_answer_holds_together(
+def test_found_chunks_are_contiguous_whatever_is_stored(
     of: tuple[Prefix, int], data: st.DataObject
 ) -> None:
-    """Chunks may have been lost anywhere."""
+    """Any chunks may be missing."""
     prefix, start_block = of
     there = data.draw(st.sets(st.integers(0, len(prefix.hashes) + 1)))
     found, rounds = search(
@@ -143,7 +143,7 @@ def test_32k_tokens_take_three_rounds_at_most(chunk_tokens: int, num_stored: int
 
 @pytest.mark.parametrize(("chunks_a_round", "most_rounds"), [(16, 4), (10, 4), (4, 6)])
 @given(st.integers(0, 2048))
-def test_few_chunks_a_round_find_the_same(
+def test_smaller_rounds_find_the_same_prefix(
     chunks_a_round: int, most_rounds: int, num_stored: int
 ) -> None:
     """32k tokens where chunks may be stored in two, three or more sizes."""
@@ -157,12 +157,12 @@ def test_few_chunks_a_round_find_the_same(
     found, rounds = search(prefix, 0, is_there, chunks_a_round)
     assert keys(found) == [chunk.key for chunk in longest(prefix, 0, is_there)]
     assert len(rounds) <= most_rounds
-    # The parts of one chunk are asked for at once.
+    # The partial chunks of one chunk are probed together.
     assert all(len(chunks) <= max(chunks_a_round, 16) for chunks in rounds)
 
 
 @given(st.lists(st.sampled_from([1, 2, None]), max_size=12))
-def test_what_nobody_asked_for_is_of_the_one_size_around_it(sizes: list[int | None]) -> None:
+def test_unprobed_chunks_get_the_only_tp_size_found(sizes: list[int | None]) -> None:
     prefix = prefix_of(len(sizes), 1, has_tail=False)
     chunks = [prefix.whole(number) for number in range(len(sizes))]
     known = {chunk.key: size for chunk, size in zip(chunks, sizes, strict=True) if size}
@@ -177,7 +177,7 @@ def test_what_nobody_asked_for_is_of_the_one_size_around_it(sizes: list[int | No
         assert len(filled) == len(chunks)
 
 
-def test_a_short_prompt_is_asked_for_at_once() -> None:
+def test_short_prompt_is_searched_in_one_round() -> None:
     prefix = prefix_of(16 + 13, 16, has_tail=True)
     found, rounds = search(
         prefix, 0, lambda chunk: chunk.first_block + chunk.num_blocks in {16, 20}
@@ -186,8 +186,8 @@ def test_a_short_prompt_is_asked_for_at_once() -> None:
     assert len(rounds) == 1
 
 
-def test_what_is_found_ends_before_a_chunk_of_no_known_size() -> None:
-    """It was removed between two questions: its bytes would be read as of any size."""
+def test_found_prefix_ends_before_a_chunk_of_unknown_tp_size() -> None:
+    """It was removed between two rounds, so its size is unknown."""
     chunks = tuple(Chunk(ChunkKey(bytes([n])), n, 1, n, 1) for n in range(3))
     found = Found(chunks, ()).in_tp_sizes({chunks[0].key: 1, chunks[2].key: 2})
     assert found.chunks == chunks[:1]

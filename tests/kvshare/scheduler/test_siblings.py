@@ -42,7 +42,7 @@ SYNC_AND_ASYNC = pytest.mark.parametrize("is_async", [False, True])
 def ask(
     engine: ToyEngine, prompt: list[int], max_tokens: int = 3, name: str = "asked", **params: Any
 ) -> Answer:
-    """Serve a request that the sibling takes, whatever its tokens."""
+    """Serve a request that the sibling loads, without checking its tokens."""
     said = TOLD | from_prefiller(**params)
     request = make_request(name, prompt, max_tokens, kv_transfer_params=said)
     (answer,) = engine.run(request)
@@ -50,14 +50,14 @@ def ask(
 
 
 def num_stored(start: StartEngine, prompt: list[int]) -> int:
-    """How many tokens of `prompt` the store has, for an engine without siblings."""
+    """Return how many tokens of `prompt` an engine without siblings loads."""
     return len(prompt) - serve(start(), prompt).computed_prompt_tokens
 
 
 @BOTH_ORDERS
 @SYNC_AND_ASYNC
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_what_a_sibling_brings_is_not_stored(
+def test_kv_loaded_by_a_sibling_is_not_stored(
     start: StartEngine, tmp_path: Path, runner: RunnerName, *, is_async: bool, is_behind: bool
 ) -> None:
     engine = start(sibling={"is_async": is_async, "is_behind": is_behind}, runner=runner)
@@ -65,29 +65,29 @@ def test_what_a_sibling_brings_is_not_stored(
     assert answer.computed_prompt_tokens == 1
     assert answer.tokens != expected_answer(LONG, 3 * BLOCK), "the KV is wrong"
     assert answer.kv_transfer_params is None, "nothing is announced"
-    assert objects(tmp_path) == [], "nor what was computed on top of it"
+    assert objects(tmp_path) == [], "blocks computed on top of it are not stored either"
     assert engine.counts["declined/other_connector"] == 5 + 1 + 3
     assert num_stored(start, LONG) == 0
 
 
 @BOTH_ORDERS
-def test_right_kv_of_a_sibling_gives_equal_tokens_and_is_not_stored_either(
+def test_right_kv_loaded_by_a_sibling_is_not_stored_either(
     start: StartEngine, tmp_path: Path, *, is_behind: bool
 ) -> None:
     engine = start(sibling={"is_right": True, "is_behind": is_behind})
     answer = ask(engine, LONG, 3 * BLOCK)
     assert answer.tokens == expected_answer(LONG, 3 * BLOCK)
-    assert objects(tmp_path) == [], "nobody here has verified it"
+    assert objects(tmp_path) == [], "kvshare has not verified it"
 
 
 @pytest.mark.parametrize("kind", SPECS)
-def test_nor_is_it_stored_by_requests_that_find_it_in_the_local_cache(
+def test_local_hits_of_a_siblings_kv_are_not_stored(
     start: StartEngine, tmp_path: Path, kind: str
 ) -> None:
     engine = start(sibling={}, specs=SPECS[kind])
     answer = ask(engine, LONG, 4 * BLOCK)
     prompts = [[*LONG, *answer.tokens, 1, 2]]
-    if kind == "full":  # vLLM has freed what a window has passed
+    if kind == "full":  # vLLM has freed the blocks behind a window
         prompts += [LONG, [*LONG, 7, 8, 9, 10]]
     for number, prompt in enumerate(prompts):
         (later,) = engine.run(make_request(f"later-{number}", prompt, 2 * BLOCK))
@@ -97,7 +97,9 @@ def test_nor_is_it_stored_by_requests_that_find_it_in_the_local_cache(
 
 
 @pytest.mark.parametrize("resets", [True, False])
-def test_it_is_stored_once_the_engine_has_computed_it(start: StartEngine, *, resets: bool) -> None:
+def test_prompt_is_stored_once_the_engine_computed_it_itself(
+    start: StartEngine, *, resets: bool
+) -> None:
     engine = start(sibling={}, num_blocks=12, max_num_batched_tokens=8)
     ask(engine, LONG)
     if resets:
@@ -111,7 +113,7 @@ def test_it_is_stored_once_the_engine_has_computed_it(start: StartEngine, *, res
 
 
 @SYNC_AND_ASYNC
-def test_what_the_engine_had_before_it_is_stored(
+def test_blocks_computed_before_the_siblings_load_are_stored(
     start: StartEngine, tmp_path: Path, *, is_async: bool
 ) -> None:
     engine = start(sibling={"is_async": is_async})
@@ -123,7 +125,7 @@ def test_what_the_engine_had_before_it_is_stored(
     assert num_stored(start, LONG) == 2 * BLOCK
 
 
-def test_other_prompts_are_stored_as_ever(start: StartEngine) -> None:
+def test_other_prompts_beside_a_sibling_are_stored(start: StartEngine) -> None:
     engine = start(sibling={})
     ask(engine, LONG)
     other = list(range(500, 500 + 5 * BLOCK))
@@ -136,7 +138,7 @@ def test_other_prompts_are_stored_as_ever(start: StartEngine) -> None:
     ("fails", "is_async"), [("request", True), ("blocks", True), ("blocks", False)]
 )
 @pytest.mark.parametrize("local_blocks", [0, 2])
-def test_after_its_failure_the_prompt_is_computed_and_stored(
+def test_prompt_is_computed_and_stored_after_a_sibling_failed(
     start: StartEngine, fails: str, local_blocks: int, *, is_async: bool, is_behind: bool
 ) -> None:
     engine = start(sibling={"is_async": is_async, "is_behind": is_behind})
@@ -149,7 +151,9 @@ def test_after_its_failure_the_prompt_is_computed_and_stored(
 
 
 @BOTH_ORDERS
-def test_after_its_failure_the_prompt_is_loaded(start: StartEngine, *, is_behind: bool) -> None:
+def test_prompt_is_loaded_from_the_store_after_a_sibling_failed(
+    start: StartEngine, *, is_behind: bool
+) -> None:
     serve(start(), LONG)
     engine = start(sibling={"is_behind": is_behind})
     answer = ask(engine, LONG, fails="request")
@@ -158,9 +162,9 @@ def test_after_its_failure_the_prompt_is_loaded(start: StartEngine, *, is_behind
     assert engine.counts["tokens/loaded"] == len(LONG) - 1
 
 
-def test_after_its_failure_a_load_without_room_gives_way(start: StartEngine) -> None:
-    """vLLM keeps the blocks of a failed load free, for the request itself too: nothing that it
-    loads in its place would ever be admitted where blocks are few, nor anybody behind it."""
+def test_prompt_is_computed_if_blocks_are_short_after_a_sibling_failed(start: StartEngine) -> None:
+    """vLLM reserves the blocks of a failed load. If blocks are few, a second load of the request
+    would never be admitted, nor would requests queued behind it."""
     serve(start(), LONG)
     engine = start(sibling={}, num_blocks=10)
     answer = ask(engine, LONG, fails="request")
@@ -168,14 +172,16 @@ def test_after_its_failure_a_load_without_room_gives_way(start: StartEngine) -> 
     assert answer.computed_prompt_tokens == len(LONG)
 
 
-def test_what_failed_in_part_is_foreign_up_to_there(start: StartEngine, tmp_path: Path) -> None:
+def test_blocks_computed_after_a_siblings_partial_load_are_not_stored(
+    start: StartEngine, tmp_path: Path
+) -> None:
     engine = start(sibling={})
     ask(engine, LONG, tokens=2 * BLOCK)
     assert objects(tmp_path) == [], "the rest was computed on top of it"
 
 
 @BOTH_ORDERS
-def test_no_look_up_holds_up_a_sibling_that_names_its_source(
+def test_request_naming_a_siblings_source_is_not_looked_up(
     gated: StartEngine, *, is_behind: bool
 ) -> None:
     engine = gated(engine={"sibling": {"is_right": True, "is_behind": is_behind}})
@@ -187,10 +193,10 @@ def test_no_look_up_holds_up_a_sibling_that_names_its_source(
     assert "wait_seconds/look_up" not in engine.counts
 
 
-def test_without_such_a_sibling_params_that_name_a_source_hold_nothing_back(
+def test_source_params_without_a_sibling_skip_only_the_first_load(
     start: StartEngine,
 ) -> None:
-    """The first one is computed: only then is it known that nobody takes it."""
+    """The first is computed, because only then is it known that no sibling loads it."""
     prompts = [[number, *LONG] for number in range(3)]
     for prompt in prompts:
         serve(start(), prompt)
@@ -200,7 +206,9 @@ def test_without_such_a_sibling_params_that_name_a_source_hold_nothing_back(
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_prompt_that_was_preempted_is_judged_anew(start: StartEngine, *, is_async: bool) -> None:
+def test_preempted_request_is_checked_again_for_foreign_blocks(
+    start: StartEngine, *, is_async: bool
+) -> None:
     """Its second admission finds other blocks in the local cache than its first."""
     engine = start("kv_producer", sibling={}, num_blocks=14, is_async=is_async, max_num_seqs=2)
     prompts = [[number, *LONG] for number in range(2)]
@@ -217,11 +225,11 @@ def test_a_prompt_that_was_preempted_is_judged_anew(start: StartEngine, *, is_as
 @pytest.mark.parametrize("kind", SPECS)
 @pytest.mark.parametrize("brings", ["named", "always"])
 @SYNC_AND_ASYNC
-def test_whatever_comes_together_no_other_engine_answers_wrongly(
+def test_random_sibling_loads_never_reach_other_engines(
     start: StartEngine, kind: str, brings: str, *, is_async: bool
 ) -> None:
-    """Prompts with common beginnings, few blocks, chunks of two, loads that fail: a sibling's wrong
-    KV lies in the local cache beside right KV, of the same names at times."""
+    """Prompts share prefixes, blocks are few, and loads fail: the local cache holds a sibling's
+    wrong KV beside right KV, sometimes under the same hashes."""
     chance = random.Random(f"{kind} {brings} {is_async}")
     store = {"chunk_tokens": 2 * BLOCK}
     engine = start(
@@ -237,7 +245,7 @@ def test_whatever_comes_together_no_other_engine_answers_wrongly(
     for number in range(12):
         for each in range(4):
             prompt = [*range(100, 100 + chance.randrange(1, 24))]
-            if prompts and chance.random() < 0.3:  # a talk goes on
+            if prompts and chance.random() < 0.3:  # a conversation continues
                 earlier = chance.randrange(len(prompts))
                 prompt = [*prompts[earlier], *engine.answers[names[earlier]].tokens]
             prompt += [chance.randrange(3)] * chance.randrange(1, 8)
@@ -265,7 +273,7 @@ def test_whatever_comes_together_no_other_engine_answers_wrongly(
         assert reader.counts["tokens/loaded"] > 0
 
 
-def test_without_siblings_nothing_is_asked_of_blocks(
+def test_blocks_are_not_tracked_without_siblings(
     start: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[object] = []

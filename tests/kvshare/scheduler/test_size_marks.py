@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which sizes an engine asks for: those whose mark lies in the store."""
+"""Engines look up chunks of the tensor-parallel sizes that are marked in the store."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,19 +44,21 @@ def sizes(engine: TransferEngine, clock: Clock) -> StoredTpSizes:
 
 
 def write(engine: TransferEngine, size: int) -> None:
-    """What an engine of that size does when it starts."""
+    """Write the mark as an engine of that size does at start."""
     mark = tp_size_key(Kind.KV, NAMESPACE, size)
     engine.start_up(Kind.KV, NAMESPACE, FACTS, write=True, mark=mark)
 
 
 def look(engine: TransferEngine, sizes: StoredTpSizes) -> int:
-    """How many keys the store was asked for."""
+    """Look for marks and return how many keys the store was asked for."""
     sizes.look(10)
     ended = engine.drain(10)
     return sum(len(done.job.keys) for done in ended if isinstance(done.job, Lookup))
 
 
-def test_the_own_size_comes_first(engine: TransferEngine, sizes: StoredTpSizes) -> None:
+def test_own_tp_size_is_first_of_the_known_ones(
+    engine: TransferEngine, sizes: StoredTpSizes
+) -> None:
     assert sizes.known == (2,)
     write(engine, 1)
     write(engine, 2)
@@ -66,25 +68,27 @@ def test_the_own_size_comes_first(engine: TransferEngine, sizes: StoredTpSizes) 
     assert {*sizes.known} == {1, 2, 8}
 
 
-def test_others_may_come_later(engine: TransferEngine, sizes: StoredTpSizes, clock: Clock) -> None:
+def test_marks_written_later_are_found_after_30_s(
+    engine: TransferEngine, sizes: StoredTpSizes, clock: Clock
+) -> None:
     assert look(engine, sizes) == 3
     write(engine, 4)
-    assert look(engine, sizes) == 0, "asked a moment ago"
+    assert look(engine, sizes) == 0, "it asked less than 30 s ago"
     assert 4 not in sizes.known
     clock.now_s += 31
     assert look(engine, sizes) == 3
     assert sizes.known == (2, 4)
     clock.now_s += 31
-    assert look(engine, sizes) == 2, "what is known is not asked for"
+    assert look(engine, sizes) == 2, "known sizes are not asked for"
 
 
-def test_a_size_is_found_while_an_engine_of_it_runs_whatever_expires(
+def test_mark_of_a_running_engine_is_renewed_after_expiry(
     engine: TransferEngine,
     clock: Clock,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By engines that start later, too."""
+    """Engines that start later find it, too."""
     renew_often(monkeypatch)
     write(engine, 4)
     wait_until_there(expire(tmp_path / "store"))
@@ -93,7 +97,7 @@ def test_a_size_is_found_while_an_engine_of_it_runs_whatever_expires(
     assert newcomer.known == (2, 4)
 
 
-def test_marks_of_another_namespace_are_not_seen(
+def test_marks_of_another_namespace_are_ignored(
     engine: TransferEngine, sizes: StoredTpSizes
 ) -> None:
     other = {"model": "other"}
@@ -103,21 +107,19 @@ def test_marks_of_another_namespace_are_not_seen(
     assert sizes.known == (2,)
 
 
-def test_an_engine_that_only_reads_leaves_no_mark(
-    engine: TransferEngine, sizes: StoredTpSizes
-) -> None:
+def test_consumer_writes_no_mark(engine: TransferEngine, sizes: StoredTpSizes) -> None:
     mark = tp_size_key(Kind.KV, NAMESPACE, 4)
     engine.start_up(Kind.KV, NAMESPACE, FACTS, write=False, mark=mark)
     look(engine, sizes)
     assert sizes.known == (2,)
 
 
-def test_a_model_with_one_size_asks_for_nothing(engine: TransferEngine, clock: Clock) -> None:
+def test_model_with_one_tp_size_causes_no_lookup(engine: TransferEngine, clock: Clock) -> None:
     assert look(engine, StoredTpSizes(NAMESPACE, 1, (1,), engine, clock)) == 0
 
 
 @pytest.mark.parametrize("size", [-1, 0, 1, 2, 3, 4, 16, 1 << 80])
-def test_an_announced_size_counts_if_it_is_possible(sizes: StoredTpSizes, size: int) -> None:
+def test_announced_tp_size_is_used_only_if_possible(sizes: StoredTpSizes, size: int) -> None:
     expected = (2, size) if size in (1, 4) else (2,)
     assert sizes.with_announced(size) == expected
     assert sizes.known == (2,)

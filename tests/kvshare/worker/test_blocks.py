@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache tensors of several layouts -> stored blocks -> cache tensors, to the byte."""
+"""Cache tensors of several layouts -> stored blocks -> cache tensors, byte for byte."""
 
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -44,34 +44,34 @@ def head_major() -> list[Tensor]:
 
 
 def token_major() -> list[Tensor]:
-    """The same axes over other strides: tokens outside heads in memory."""
+    """Make caches with the same axes but other strides: tokens outside heads in memory."""
     caches = [numbered(BLOCKS, TOKENS, HEADS, CONTENT) + 1000 * layer for layer in range(LAYERS)]
     return [cache.transpose(1, 2) for cache in caches]
 
 
 def packed() -> list[Tensor]:
-    """All layers of a block side by side in one allocation."""
+    """Make caches in one allocation with all layers of a block side by side."""
     return list(numbered(BLOCKS, LAYERS, HEADS, TOKENS, CONTENT).unbind(1))
 
 
 def axes_moved() -> list[Tensor]:
-    """The block axis last."""
+    """Make caches with the block axis last."""
     return [cache.permute(1, 2, 3, 0) for cache in head_major()]
 
 
 def kernel_blocks() -> list[Tensor]:
-    """The kernel's blocks are half as long as the cache's."""
+    """Make caches whose kernel blocks are half as long as the cache's blocks."""
     return [numbered(BLOCKS * 2, HEADS, TOKENS // 2, CONTENT) + layer for layer in range(LAYERS)]
 
 
 def named(caches: list[Tensor]) -> dict[str, Tensor]:
-    """Register in an order that is not the layers' own."""
+    """Name the caches, in an order other than that of the layers."""
     names = [f"model.layers.{number}.attn" for number in range(len(caches))]
     return dict(sorted(zip(names, caches, strict=True), reverse=True))
 
 
 def layer_set(names: Iterable[str], heads: int = HEADS) -> LayerSet:
-    """All layers in one cache group, in the order of their numbers."""
+    """Make a set of all layers in one cache group, in the order of their numbers."""
     ordered = sorted(names, key=lambda name: int(name.split(".")[-2 if "attn" in name else -1]))
     return LayerSet(0, (0,), tuple((name, 0) for name in ordered), AttentionWindow(), heads, heads)
 
@@ -82,7 +82,7 @@ def blocks_of(caches: dict[str, Tensor], heads: int = HEADS) -> BlockCaches:
 
 @pytest.fixture(params=["cpu", "gpu"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What the CPU is taken for."""
+    """Use the CPU as itself, or as a stand-in for a GPU."""
     if request.param == "gpu":
         stand_in(monkeypatch)
     return str(request.param)
@@ -91,18 +91,18 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 def piece_of(
     *groups: Sequence[int], num_blocks: int = 0, num_tokens: int = 0, first: int = 0
 ) -> Piece:
-    """Blocks of each cache group; by default all that are stored, with all their tokens."""
+    """Make a piece of each group's blocks; by default a whole chunk with all its tokens."""
     count = num_blocks or len(groups[0])
     ids = tuple(tuple(each) for each in groups)
     return Piece(NAME, count, num_tokens or count * TOKENS, ids, first)
 
 
 def saved(blocks: BlockCaches, piece: Piece) -> Tensor:
-    """The payload of what is stored of `piece`."""
+    """Return the payload that is stored for `piece`."""
     staging = Staging(torch.device("cpu"), 1 << 20)
     slab = staging.reserve(blocks.spec(piece))
     assert slab is not None
-    slab.payload.fill_(1)  # as a slab that held something else
+    slab.payload.fill_(1)  # garbage, as in a reused slab
     with staging.copying([slab]):
         blocks.save([(piece, slab)])
     slab.arrived()
@@ -110,7 +110,7 @@ def saved(blocks: BlockCaches, piece: Piece) -> Tensor:
 
 
 def by_token(blocks: BlockCaches, piece: Piece) -> Tensor:
-    """The same as [head, layer, token, content], by its attributes alone."""
+    """Return the stored payload as [head, layer, token, content], by its attributes alone."""
     payload, order = saved(blocks, piece), blocks.spec(piece).attributes["order"]
     pages = payload if order == "head token" else payload.transpose(2, 3)
     heads, layers = pages.shape[2], pages.shape[0]
@@ -124,7 +124,7 @@ def write(
     order: JSON = "head token",
     num_buffered: int = 1,
 ) -> None:
-    """Load what an engine has stored whose heads lie in `order`.
+    """Load a payload that an engine stored with axes in `order`.
 
     `num_buffered`: how many blocks of a layer go to a GPU at a time.
     """
@@ -137,7 +137,7 @@ def write(
 
 
 def page(caches: list[Tensor], layer: int, block_id: int) -> Tensor:
-    """One block of one layer as [head, token, content], read by its axes alone."""
+    """Return one block of one layer as [head, token, content], read by its axes alone."""
     cache = caches[layer]
     if cache.shape[0] == 2 * BLOCKS:  # kernel blocks
         return torch.cat([cache[2 * block_id], cache[2 * block_id + 1]], dim=1)
@@ -148,7 +148,7 @@ LAYOUTS = [head_major, token_major, packed, axes_moved, kernel_blocks]
 
 
 @pytest.mark.parametrize("make", LAYOUTS)
-def test_a_payload_is_its_blocks_in_their_order(
+def test_payload_holds_blocks_in_the_order_of_the_piece(
     device: str, make: Callable[[], list[Tensor]]
 ) -> None:
     caches = make()
@@ -166,7 +166,7 @@ def test_a_payload_is_its_blocks_in_their_order(
     st.integers(0, 2 * BLOCKS),
     st.data(),
 )
-def test_blocks_survive_the_round_trip(
+def test_blocks_survive_a_round_trip(
     make: Callable[[], list[Tensor]],
     sources: list[int],
     targets: list[int],
@@ -174,9 +174,9 @@ def test_blocks_survive_the_round_trip(
     num_buffered: int,
     data: st.DataObject,
 ) -> None:
-    """Any blocks to any blocks; the chunk as a whole, or some of its blocks.
+    """Move any blocks to any blocks: a whole chunk, or some of its blocks.
 
-    With a number of blocks that are buffered, on a GPU.
+    `num_buffered`: 0 on a CPU, else the number of blocks that a GPU buffers.
     """
     with pytest.MonkeyPatch.context() as patch:
         if num_buffered:
@@ -209,8 +209,10 @@ def _round_trip(
 
 
 @pytest.mark.parametrize("make", [head_major, token_major, kernel_blocks])
-def test_a_payload_holds_blocks_as_they_lie(device: str, make: Callable[[], list[Tensor]]) -> None:
-    """To save some that follow each other is one copy a layer."""
+def test_payload_keeps_the_memory_layout_of_blocks(
+    device: str, make: Callable[[], list[Tensor]]
+) -> None:
+    """So saving adjacent blocks takes one copy a layer."""
     caches = make()
     payload = saved(blocks_of(named(caches)), piece_of([2, 3])).flatten()
     layers = [
@@ -222,10 +224,10 @@ def test_a_payload_holds_blocks_as_they_lie(device: str, make: Callable[[], list
 
 @pytest.mark.parametrize("writer", [head_major, token_major, kernel_blocks])
 @pytest.mark.parametrize("reader", [head_major, token_major, kernel_blocks])
-def test_engines_of_other_layouts_read_each_other(
+def test_one_head_is_read_from_chunks_of_other_layouts(
     device: str, writer: Callable[[], list[Tensor]], reader: Callable[[], list[Tensor]]
 ) -> None:
-    """Some heads of what one of a smaller tensor-parallel size has stored."""
+    """The chunk was stored by an engine of a smaller tensor-parallel size."""
     theirs = writer()
     whole = piece_of([4, 0, 1])
     blocks = blocks_of(named(theirs))
@@ -262,7 +264,7 @@ def test_engines_of_other_layouts_read_each_other(
         {"attributes": {"more": 1}},
     ],
 )
-def test_what_is_no_such_chunk_is_not_used(change: dict[str, Any]) -> None:
+def test_chunk_with_a_wrong_spec_is_not_used(change: dict[str, Any]) -> None:
     blocks, piece = blocks_of(named(head_major())), piece_of([1])
     spec = blocks.spec(piece)
     assert blocks.can_use(spec, piece)
@@ -272,8 +274,8 @@ def test_what_is_no_such_chunk_is_not_used(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("num_blocks", "num_tokens"), [(1, 3 * TOKENS), (TOKENS, 3)])
-def test_blocks_that_begin_within_others_are_not_used(num_blocks: int, num_tokens: int) -> None:
-    """There are as many tokens in all."""
+def test_chunk_with_another_block_size_is_not_used(num_blocks: int, num_tokens: int) -> None:
+    """The total number of tokens is the same."""
     blocks, piece = blocks_of(named(head_major())), piece_of([1, 2, 3])
     shape = (LAYERS, num_blocks, HEADS, num_tokens, CONTENT)
     spec = blocks.spec(piece)
@@ -281,7 +283,7 @@ def test_blocks_that_begin_within_others_are_not_used(num_blocks: int, num_token
     assert not blocks.can_use(structs.replace(spec, shape=shape), piece)
 
 
-def test_what_a_cpu_kernel_has_mixed_is_read_by_blocks_of_its_size_alone() -> None:
+def test_interleaved_cpu_blocks_are_read_only_at_their_own_size() -> None:
     piece = piece_of([1])
     of_halves = blocks_of(named(kernel_blocks())).spec(piece)
     caches = named(head_major())
@@ -291,8 +293,10 @@ def test_what_a_cpu_kernel_has_mixed_is_read_by_blocks_of_its_size_alone() -> No
 
 
 @pytest.mark.parametrize("make", LAYOUTS)
-def test_what_does_not_count_is_zero(device: str, make: Callable[[], list[Tensor]]) -> None:
-    """It may be what an earlier request left in the block."""
+def test_tokens_beyond_num_tokens_are_stored_as_zero(
+    device: str, make: Callable[[], list[Tensor]]
+) -> None:
+    """They may hold KV of an earlier request."""
     caches = [cache + 1 for cache in make()]
     payload = by_token(blocks_of(named(caches)), piece_of([1, 2], num_tokens=TOKENS + 3))
     assert payload[:, :, : TOKENS + 3].count_nonzero() == HEADS * LAYERS * (TOKENS + 3) * CONTENT
@@ -300,11 +304,11 @@ def test_what_does_not_count_is_zero(device: str, make: Callable[[], list[Tensor
 
 
 def backwards(blocks: Tensor, first_token: int) -> None:
-    """As a kernel would that lays out the tokens of a block from its end."""
+    """Erase as a kernel that lays out the tokens of a block from its end."""
     blocks[:, :, : TOKENS - first_token] = 0
 
 
-def test_what_the_kernel_has_mixed_is_zeroed_by_the_kernel() -> None:
+def test_interleaved_tokens_are_zeroed_by_the_kernel() -> None:
     caches = named([cache + 1 for cache in head_major()])
     mixed = BlockCaches(caches, layer_set(caches), BLOCKS, TOKENS, erase=backwards)
     assert mixed.erases
@@ -325,7 +329,7 @@ def does_nothing(blocks: Tensor, first_token: int) -> None:
 
 
 @pytest.mark.parametrize("erase", [fails, does_nothing])
-def test_a_kernel_that_cannot_zero_is_known(erase: Any) -> None:
+def test_kernel_that_fails_to_zero_is_detected(erase: Any) -> None:
     caches = named([cache + 1 for cache in head_major()])
     mixed = BlockCaches(caches, layer_set(caches), BLOCKS, TOKENS, erase=erase)
     assert not mixed.erases
@@ -334,10 +338,10 @@ def test_a_kernel_that_cannot_zero_is_known(erase: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kernel_blocks", [1, 2])
-def test_vllms_cpu_kernel_zeroes_what_follows_a_token(
+def test_vllms_cpu_kernel_zeroes_the_tokens_after_the_last(
     dtype: torch.dtype, kernel_blocks: int
 ) -> None:
-    """A block that its kernel has filled twice: the second time in part."""
+    """Compare a block that was filled twice, the second time in part, with a new one."""
     if not current_platform.is_cpu():
         pytest.skip("the kernels of CPUs alone mix tokens")
     current_platform.import_kernels()
@@ -360,7 +364,7 @@ def test_vllms_cpu_kernel_zeroes_what_follows_a_token(
 
 
 def fill(cache: Tensor, num_tokens: int, content: int) -> None:
-    """Have vLLM write the first `num_tokens` tokens of `cache`."""
+    """Write the first `num_tokens` tokens of `cache` with vLLM's kernel."""
     num_blocks, _, size, _ = cache.shape
     keys, values = cache.view(num_blocks, HEADS, 2 * size, content // 2).chunk(2, 2)
     kv = torch.arange(1, num_tokens * HEADS * content // 2 + 1, dtype=torch.float32)
@@ -370,7 +374,7 @@ def fill(cache: Tensor, num_tokens: int, content: int) -> None:
     _custom_ops.cpu_attn_reshape_and_cache(kv, kv, keys, values, slots, kernel)
 
 
-def test_a_host_is_written_by_the_thread_that_writes_alone() -> None:
+def test_write_to_host_memory_starts_no_threads() -> None:
     if torch.get_num_threads() < 2:
         pytest.skip("one core")
     caches = named([torch.zeros(BLOCKS, HEADS, TOKENS, 4096) for _ in range(2)])
@@ -394,7 +398,7 @@ def test_layers_that_share_a_cache_are_stored_once() -> None:
     assert blocks_of(caches).spec(piece_of([0])).shape == SHAPE
 
 
-def test_facts_name_the_chunk_and_what_counts() -> None:
+def test_spec_holds_chunk_key_tokens_order_and_page() -> None:
     piece = piece_of([0, 1], num_tokens=TOKENS + 5)
     blocks = blocks_of(named(token_major()))
     blocks.layout = "0123456789abcdef"
@@ -436,15 +440,15 @@ def test_unknown_layouts_are_refused(caches: dict[str, Any], says: str) -> None:
         blocks_of(caches)
 
 
-def test_a_gpus_blocks_must_be_some_runs_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here the values of a block lie in as many places."""
+def test_gpu_layout_without_contiguous_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No two values of a block are adjacent."""
     stand_in(monkeypatch)
     with pytest.raises(ValueError, match="no two values side by side"):
         blocks_of({"l.0": numbered(HEADS, TOKENS, CONTENT, BLOCKS).permute(3, 0, 1, 2)})
 
 
-def test_all_chunks_of_a_step_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that follow each other are one copy a layer, and a call copies all."""
+def test_all_chunks_of_a_step_are_copied_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adjacent blocks are one copy a layer."""
     gpu = stand_in(monkeypatch)
     caches = head_major()
     blocks, staging = blocks_of(named(caches)), Staging(torch.device("cpu"), 1 << 20)
@@ -458,14 +462,14 @@ def test_all_chunks_of_a_step_are_one_call(monkeypatch: pytest.MonkeyPatch) -> N
     assert gpu.batches == [LAYERS + 2 * LAYERS]
 
 
-def test_as_many_heads_as_tokens_is_read_in_vllms_order() -> None:
+def test_cache_with_as_many_heads_as_tokens_is_read_in_vllms_order() -> None:
     cache = numbered(BLOCKS, TOKENS, TOKENS, CONTENT)
     payload = by_token(blocks_of({"l.0": cache}, heads=TOKENS), piece_of([2]))
     assert torch.equal(payload[:, 0], cache[2])
 
 
-def test_groups_are_read_and_written_through_their_own_blocks(device: str) -> None:
-    """Two groups whose layers take turns in the model, over one memory."""
+def test_cache_groups_use_their_own_block_ids(device: str) -> None:
+    """The layers of two groups alternate in the model and share memory."""
     memory = head_major()[:2]
     names = [f"model.layers.{number}.attn" for number in range(4)]
     both = LayerSet(
@@ -490,14 +494,14 @@ def test_groups_are_read_and_written_through_their_own_blocks(device: str) -> No
     assert memory[1][[0, 1, 3]].count_nonzero() == 0
 
 
-def test_a_cache_without_heads_is_one_head() -> None:
+def test_cache_without_a_head_axis_counts_as_one_head() -> None:
     cache = numbered(BLOCKS, TOKENS, CONTENT)
     payload = by_token(blocks_of({"l.0": cache}, heads=1), piece_of([2, 4]))
     assert torch.equal(payload[0, 0], torch.cat([cache[2], cache[4]]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8])
-def test_8_bit_numbers_are_moved_as_bytes(device: str, dtype: torch.dtype) -> None:
+def test_8_bit_caches_are_stored_as_bytes(device: str, dtype: torch.dtype) -> None:
     source = [(cache % 200).to(torch.uint8).view(dtype) for cache in head_major()]
     target = [torch.zeros_like(cache.view(torch.uint8)).view(dtype) for cache in source]
     blocks = blocks_of(named(source))

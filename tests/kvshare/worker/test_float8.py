@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers of a cache in 8 bits: what comes back, and what anybody may have written."""
+"""KV as 8-bit floats: accuracy of the round trip, and hostile bytes."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def returned(bytes_: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def bound(numbers: Tensor) -> Tensor:
-    """The largest error, by the words of the documentation."""
+    """Return the largest error that the documentation allows."""
     sizes = numbers.double().abs()
     of_row = sizes.amax(-1, keepdim=True) / 2**17
     return torch.maximum(sizes / 16, of_row).clamp(min=2.0**-25)
@@ -49,10 +49,10 @@ def row_of(*numbers: float, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     st.integers(-40, 16),
     st.integers(0, 2**32),
 )
-def test_what_comes_back_is_within_the_bound_and_stays_as_it_is(
+def test_decoded_numbers_are_within_the_bound_and_stable(
     dtype: torch.dtype, width: int, spread: float, size: int, seed: int
 ) -> None:
-    """Rows of any size, and numbers of any size in a row."""
+    """Rows and the numbers in a row vary widely in magnitude."""
     chance = torch.Generator().manual_seed(seed)
     drawn = torch.randn(3, 5, width, generator=chance)
     drawn *= torch.exp(spread * torch.randn(3, 5, width, generator=chance)) * 2.0**size
@@ -63,7 +63,7 @@ def test_what_comes_back_is_within_the_bound_and_stays_as_it_is(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_zeros_and_the_largest_numbers_come_back_exactly(dtype: torch.dtype) -> None:
+def test_zeros_and_largest_numbers_are_decoded_exactly(dtype: torch.dtype) -> None:
     rows = torch.zeros(3, 4, dtype=dtype)
     rows[1] = float8.LARGEST
     rows[2, 1] = -448.0
@@ -72,7 +72,7 @@ def test_zeros_and_the_largest_numbers_come_back_exactly(dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf"), 60_000.0])
-def test_what_has_no_8_bits_is_refused(dtype: torch.dtype, wrong: float) -> None:
+def test_numbers_beyond_fp8_are_refused(dtype: torch.dtype, wrong: float) -> None:
     rows = torch.ones(300, 200, dtype=dtype)
     rows[299, 7] = wrong
     with pytest.raises(StoreError, match="not finite"):
@@ -81,7 +81,7 @@ def test_what_has_no_8_bits_is_refused(dtype: torch.dtype, wrong: float) -> None
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_it_may_be_stored_where_it_lies(
+def test_encode_works_in_place(
     dtype: torch.dtype, num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
@@ -97,7 +97,7 @@ def test_it_may_be_stored_where_it_lies(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_codes_are_those_of_torch(dtype: torch.dtype) -> None:
-    """All of them, with each exponent; but for NaN, which nobody stores."""
+    """Compare all codes except NaN, which is never stored, with each exponent."""
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[(codes & 0x7F) != 0x7F]
     for exponent in ALL_EXPONENTS:
@@ -117,7 +117,7 @@ def test_any_bytes_are_refused_or_give_finite_numbers(dtype: torch.dtype, conten
     assert bool(returned(rows, dtype).isfinite().all())
 
 
-def test_some_heads_in_another_order_of_axes() -> None:
+def test_sliced_and_transposed_rows_are_decoded() -> None:
     numbers = torch.randn(4, 3, 5, 6)
     cut = stored(numbers)[:, 1:].transpose(1, 2)
     assert torch.equal(
@@ -127,7 +127,7 @@ def test_some_heads_in_another_order_of_axes() -> None:
 
 
 class Calls(TorchDispatchMode):
-    """The most numbers of any tensor that a call has made or filled; views are none."""
+    """Records the size of the largest tensor that a call has made or filled, without views."""
 
     most = 0
 
@@ -138,7 +138,9 @@ class Calls(TorchDispatchMode):
         return result
 
 
-def test_other_cores_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encode_and_decode_stay_below_torchs_threading_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     numbers, out = torch.randn(4000, 100), torch.empty(4000, 101, dtype=torch.uint8)
     back = torch.empty_like(numbers)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the inside of a block looks like, tried on vLLM's own CPU kernels."""
+"""The check of a block's inner layout, with vLLM's own CPU kernels."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -62,7 +62,7 @@ class Engine:
         builder = self.layers[names[0]].get_attn_backend().get_builder_cls()
         builder(spec, names, config, torch.device("cpu"))  # tells layers which kernel they take
         self.caches: dict[str, Tensor] = {}
-        # Groups take turns in one memory.
+        # The groups share memory.
         memory = torch.randint(0, 100, (LAYERS, BLOCKS, heads, TOKENS, 2 * HEAD_SIZE)).to(kept)
         for number, name in enumerate(names):
             self.caches[name] = memory[number // num_groups]
@@ -78,7 +78,7 @@ class Engine:
         return layout(check, blocks, len(self.layer_set.groups))
 
     def change(self, change: Change) -> None:
-        """Have all layers write in another way: `change(write, layer, k, v, cache, slots)`."""
+        """Replace the write of all layers by `change(write, layer, k, v, cache, slots)`."""
         for layer in self.layers.values():
             write = layer.impl.do_kv_cache_update
             layer.impl.do_kv_cache_update = lambda *given, write=write: change(write, *given)
@@ -93,8 +93,8 @@ def config(text_model: Path, tmp_path: Path) -> VllmConfig:
     return vllm_config(text_model, options(tmp_path))
 
 
-def test_engines_that_fill_blocks_alike_find_the_same(config: VllmConfig) -> None:
-    """Whatever lay in them, over how many ranks heads are spread, and whatever the release."""
+def test_engines_that_fill_blocks_alike_get_the_same_digest(config: VllmConfig) -> None:
+    """Former content, number of ranks and vLLM release make no difference."""
     found = Engine(config).layout()
     assert len(found.digest) == 16
     assert not found.untried
@@ -108,7 +108,7 @@ def test_engines_that_fill_blocks_alike_find_the_same(config: VllmConfig) -> Non
     ("dtype", "cache_dtype"),
     [(torch.bfloat16, "auto"), (torch.float16, "auto"), (torch.bfloat16, "fp8")],
 )
-def test_blocks_of_other_types_have_other_pages(
+def test_other_dtypes_give_another_digest(
     config: VllmConfig, dtype: torch.dtype, cache_dtype: str
 ) -> None:
     plain = Engine(config).layout().digest
@@ -117,14 +117,14 @@ def test_blocks_of_other_types_have_other_pages(
     assert found.digest != plain
 
 
-def test_a_try_leaves_the_cache_as_it_was(config: VllmConfig) -> None:
+def test_check_restores_the_cache(config: VllmConfig) -> None:
     engine = Engine(config, num_groups=2)
     before = {name: cache.clone() for name, cache in engine.caches.items()}
     engine.layout()
     assert all(torch.equal(cache, before[name]) for name, cache in engine.caches.items())
 
 
-def test_groups_that_share_memory_are_tried_in_blocks_of_their_own(config: VllmConfig) -> None:
+def test_groups_sharing_memory_are_checked_in_separate_blocks(config: VllmConfig) -> None:
     assert Engine(config, num_groups=2).layout() == Engine(config).layout()
 
 
@@ -133,7 +133,7 @@ def swapped(write: Change, layer: Any, key: Tensor, value: Tensor, *rest: Any) -
 
 
 def turned(write: Change, layer: Any, key: Tensor, value: Tensor, *rest: Any) -> None:
-    """The tokens of a block one place further."""
+    """Write the tokens of a block shifted by one slot."""
     write(layer, key.roll(1, 0).contiguous(), value.roll(1, 0).contiguous(), *rest)
 
 
@@ -142,7 +142,7 @@ def doubled(write: Change, layer: Any, key: Tensor, value: Tensor, *rest: Any) -
 
 
 @pytest.mark.parametrize("change", [swapped, turned, doubled])
-def test_blocks_of_one_shape_that_are_filled_otherwise_have_another_layout(
+def test_kernels_that_fill_blocks_differently_have_another_digest(
     config: VllmConfig, change: Change
 ) -> None:
     plain = Engine(config).layout()
@@ -176,7 +176,7 @@ def unlike(write: Change, layer: Any, key: Tensor, value: Tensor, *rest: Any) ->
         (unlike, "heads of a block were filled alike, but differ"),
     ],
 )
-def test_blocks_that_do_not_hold_what_was_written_are_known(
+def test_check_fails_if_blocks_do_not_hold_the_written_values(
     config: VllmConfig, change: Change, says: str
 ) -> None:
     engine = Engine(config)
@@ -187,8 +187,8 @@ def test_blocks_that_do_not_hold_what_was_written_are_known(
     assert all(torch.equal(cache[-1], last[name]) for name, cache in engine.caches.items())
 
 
-def test_who_cannot_be_tried_reads_its_like_alone(config: VllmConfig) -> None:
-    """As back ends whose forward pass writes to the cache itself."""
+def test_digest_of_an_uncheckable_kernel_names_back_end_and_release(config: VllmConfig) -> None:
+    """The forward pass of some back ends writes to the cache itself."""
     engine = Engine(config)
     found = [engine.layout()]
     for layer in engine.layers.values():
@@ -201,8 +201,8 @@ def test_who_cannot_be_tried_reads_its_like_alone(config: VllmConfig) -> None:
     assert engine.layout() == found[-1]
 
 
-def test_latent_attention_is_tried(config: VllmConfig) -> None:
-    """vLLM's own operation for such caches on any CPU."""
+def test_latent_attention_kernel_is_checked(config: VllmConfig) -> None:
+    """vLLM has an operation for such caches on any CPU."""
     rank, position = 16, 8
     impl = CPUMLABackend.get_impl_cls()
     layer = SimpleNamespace(
@@ -222,8 +222,8 @@ def test_latent_attention_is_tried(config: VllmConfig) -> None:
 
 
 def by_slot(layer: Any, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """As the operation of vLLM's GPU back ends, which no CPU has: K and V of a token and head side
-    by side in [block, head, token, 2 * head size]."""
+    """Write as vLLM's GPU back ends do: K and V of a token and head side by side in [block, head,
+    token, 2 * head size]."""
     keys, values = cache.transpose(1, 2).split(HEAD_SIZE, -1)
     size = keys.shape[1]
     keys[slots // size, slots % size] = key
@@ -241,10 +241,10 @@ def token_major(blocks: int, heads: int, *inside: int) -> Tensor:
 
 @pytest.mark.parametrize("make", [head_major, token_major])
 @pytest.mark.parametrize("kernel_blocks", [1, 4])
-def test_kernels_that_read_each_other_find_the_same(
+def test_compatible_kernels_get_the_same_digest(
     make: Callable[..., Tensor], kernel_blocks: int
 ) -> None:
-    """With heads outside tokens or inside, and with blocks of any size."""
+    """Axis order in memory and kernel block size make no difference."""
 
     def found(cache: Tensor, update: Change = by_slot) -> str:
         layer = SimpleNamespace(

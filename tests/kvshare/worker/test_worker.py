@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker half alone: real tensors, a real store, and what is reported when."""
+"""The worker half alone, with real tensors and a real store: blocks and reports."""
 
 import threading
 import time
@@ -41,7 +41,7 @@ NAMESPACE = "0" * 32
 BLOCKS, HEADS, TOKENS, CONTENT, LAYERS = 8, 2, 4, 6, 3
 BLOCK_BYTES = LAYERS * HEADS * TOKENS * CONTENT * 4
 GIVE_UP_S = 20.0
-_PAUSE_S = 0.001  # who polls without one keeps Python's lock from the I/O threads
+_PAUSE_S = 0.001  # polling without a pause keeps Python's lock from the I/O threads
 LAYER_SET = LayerSet(
     0, (0,), tuple((f"l.{number}", 0) for number in range(LAYERS)), AttentionWindow(), HEADS, HEADS
 )
@@ -51,7 +51,7 @@ A, B, C = (ChunkKey(bytes([number]) * 32) for number in (1, 2, 3))
 
 
 class Host:
-    """One worker on a host of its own."""
+    """One worker with its own host cache."""
 
     def __init__(  # noqa: PLR0913
         self,
@@ -126,13 +126,13 @@ def host(
     yield start
     GatedFileSystem.open_gates()
     for one in started:
-        one.worker.unregister()  # or it would wait for what never comes
+        one.worker.unregister()  # or it would wait for announced chunks that never arrive
         one.worker.close()
     GatedFileSystem.reset()
 
 
 def block(key: ChunkKey, num_tokens: int, block_id: int) -> Piece:
-    """A chunk of one block."""
+    """Make a piece that is a chunk of one block."""
     return Piece(key, 1, num_tokens, ((block_id,),))
 
 
@@ -148,10 +148,10 @@ def cannot(blocks: Tensor, first_token: int) -> None:
     raise RuntimeError("another kernel")
 
 
-def test_a_tail_that_cannot_be_cleaned_stays_here(
+def test_tail_that_cannot_be_zeroed_is_not_stored(
     host: Callable[[], Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What follows its last token is what an earlier request left in the block."""
+    """The rest of its block holds KV of an earlier request."""
     with monkeypatch.context() as patched:
         patched.setitem(globals(), "SHAPE", replace(SHAPE, erase=cannot))
         source = host()
@@ -160,10 +160,10 @@ def test_a_tail_that_cannot_be_cleaned_stays_here(
     assert source.counts() == {"blocks/saved": 1, "blocks/dropped": 1}
     report = source.worker.report()
     assert report is not None
-    assert report.lost == {B}, "nobody is told of it"
+    assert report.lost == {B}, "it is not reported as lost"
 
 
-def test_only_a_step_that_computes_nothing_waits_for_a_load(
+def test_only_an_idle_step_waits_for_a_load(
     host: Callable[[], Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target, waits = host(), host(), Counter[str]()
@@ -182,10 +182,10 @@ def test_only_a_step_that_computes_nothing_waits_for_a_load(
     assert waits["now"] == 1
 
 
-def test_a_step_that_computes_nothing_waits_for_a_save_too(
+def test_idle_step_waits_for_a_save_too(
     host: Callable[[], Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such steps are made while saves are behind, hundreds a second if nobody waits."""
+    """While saves are pending vLLM makes such steps, hundreds a second if they do not wait."""
     source, waits = host(), Counter[str]()
     monkeypatch.setattr(source.engine, "wait_idle", lambda: waits.update(["now"]))
     GatedFileSystem.close_gate("put")
@@ -200,7 +200,7 @@ def test_a_step_that_computes_nothing_waits_for_a_save_too(
     assert waits["now"] == 1
 
 
-def test_blocks_travel_to_the_byte(host: Callable[[], Host]) -> None:
+def test_loaded_blocks_equal_the_saved_ones(host: Callable[[], Host]) -> None:
     source, target = host(), host()
     source.cache.copy_(random_cache())
     source.save(block(A, TOKENS, 3), block(B, 2, 5))
@@ -208,7 +208,9 @@ def test_blocks_travel_to_the_byte(host: Callable[[], Host]) -> None:
     assert target.settle() == Finished({"r"})
     assert torch.equal(target.cache[:, 1], source.cache[:, 3])
     assert torch.equal(target.cache[:, 0, :, :2], source.cache[:, 5, :, :2])
-    assert target.cache[:, 0, :, 2:].count_nonzero() == 0, "bytes of nobody stay here"
+    assert target.cache[:, 0, :, 2:].count_nonzero() == 0, (
+        "tokens beyond the chunk's end are not written"
+    )
     assert target.cache[:, 2:].count_nonzero() == 0
     assert source.counts() == {"blocks/saved": 2}
     assert target.counts() == {"blocks/loaded": 2}
@@ -216,8 +218,8 @@ def test_blocks_travel_to_the_byte(host: Callable[[], Host]) -> None:
     assert target.worker.report() is None
 
 
-def test_what_is_being_saved_is_not_saved_again(host: Callable[[], Host]) -> None:
-    """Another request has it ordered while the store takes its time."""
+def test_chunk_being_saved_is_not_saved_twice(host: Callable[[], Host]) -> None:
+    """Another request orders the same save while the store is slow."""
     source = host()
     GatedFileSystem.close_gate("put")
     source.worker.save(Orders(NAMESPACE, saves=(block(A, TOKENS, 3),)))
@@ -228,10 +230,10 @@ def test_what_is_being_saved_is_not_saved_again(host: Callable[[], Host]) -> Non
     assert source.counts() == {"blocks/saved": 1}
 
 
-def test_a_hook_does_nothing_for_what_the_store_did_not_take(
+def test_failed_save_leaves_the_host_cache_off_the_hooks_thread(
     host: Callable[[], Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This host's cache must not claim it; to take it out is the work of other threads."""
+    """The host cache must not keep the object; another thread removes it."""
     source = host()
     discarded = []
     discard = type(source.engine.host).discard
@@ -250,8 +252,8 @@ def test_a_hook_does_nothing_for_what_the_store_did_not_take(
 
 
 @pytest.mark.parametrize("saves", [True, False])
-def test_what_only_this_host_has_is_stored_by_who_loads_it(tmp_path: Path, saves: bool) -> None:
-    """Its writer was killed before it had reached the store."""
+def test_chunk_only_in_the_host_cache_is_stored_by_its_reader(tmp_path: Path, saves: bool) -> None:
+    """Its writer was killed before the upload ended."""
     folder, cache = f"file://{tmp_path}/store", tmp_path / "host"
     writer, reader = Host(cache, url=folder), Host(cache, url=folder, saves=saves)
     writer.save(block(A, TOKENS, 3))
@@ -266,7 +268,7 @@ def test_what_only_this_host_has_is_stored_by_who_loads_it(tmp_path: Path, saves
         path.unlink()
         reader.load("again", block(A, TOKENS, 1))
         reader.settle()
-        assert not path.exists(), "it was there a moment ago: nobody asks again"
+        assert not path.exists(), "it was stored a moment ago and is not checked again"
     for one in (writer, reader):
         one.worker.close()
 
@@ -274,10 +276,10 @@ def test_what_only_this_host_has_is_stored_by_who_loads_it(tmp_path: Path, saves
 @pytest.mark.parametrize(
     ("stored_in", "total_heads"), [(None, HEADS), (None, 1), (1, 2 * HEADS), (2, 8 * HEADS)]
 )
-def test_of_the_ranks_that_load_one_object_one_makes_up_for_it(
+def test_one_of_the_ranks_loading_an_object_backfills_it(
     stored_in: int | None, total_heads: int
 ) -> None:
-    """With MLA, few heads or another size several ranks load the same: the store is asked once."""
+    """With MLA, few heads or another size several ranks load one object; one of them stores it."""
     ranks = 8
     layer_set = replace(LAYER_SET, total_heads=total_heads, num_heads=max(1, total_heads // ranks))
     asked: Counter[str] = Counter()
@@ -295,7 +297,7 @@ def test_of_the_ranks_that_load_one_object_one_makes_up_for_it(
     assert asked == Counter(loaded)
 
 
-def test_a_chunk_is_stored_as_one_object_and_loaded_in_part(host: Callable[[], Host]) -> None:
+def test_chunk_is_one_object_and_can_be_loaded_in_part(host: Callable[[], Host]) -> None:
     source, target = host(), host()
     source.cache.copy_(random_cache())
     source.save(Piece(A, 3, 3 * TOKENS, ((6, 1, 2),)))
@@ -309,7 +311,7 @@ def test_a_chunk_is_stored_as_one_object_and_loaded_in_part(host: Callable[[], H
     assert target.cache.count_nonzero() == 0
 
 
-def test_a_chunk_of_another_number_of_blocks_is_another_thing(host: Callable[[], Host]) -> None:
+def test_chunk_with_another_number_of_blocks_is_a_miss(host: Callable[[], Host]) -> None:
     source, target = host(), host()
     source.save(Piece(A, 2, 2 * TOKENS, ((6, 1),)))
     target.load("r", Piece(A, 3, 3 * TOKENS, ((5, 4, 3),)))
@@ -331,8 +333,8 @@ def test_freed_blocks_are_saved_before_they_are_refilled(host: Callable[[], Host
     assert torch.equal(target.cache[:, 0], before)
 
 
-def test_loads_hold_no_more_memory_than_they_may(host: Callable[..., Host]) -> None:
-    """However many requests want however much: what does not fit waits its turn."""
+def test_loads_stay_within_buffer_bytes(host: Callable[..., Host]) -> None:
+    """Loads that exceed the budget are queued."""
     source, target = host(), host(buffer_bytes=2 * (PROLOGUE_BYTES + BLOCK_BYTES))
     source.cache.copy_(random_cache())
     keys = [ChunkKey(bytes([number]) * 32) for number in range(BLOCKS)]
@@ -346,7 +348,7 @@ def test_loads_hold_no_more_memory_than_they_may(host: Callable[..., Host]) -> N
     assert torch.equal(target.cache, source.cache)
 
 
-def test_one_chunk_larger_than_the_budget_is_loaded_alone(host: Callable[..., Host]) -> None:
+def test_chunk_larger_than_the_budget_is_loaded_alone(host: Callable[..., Host]) -> None:
     source, target = host(), host(buffer_bytes=1)
     source.cache.copy_(random_cache())
     source.save(block(A, TOKENS, 3), block(B, TOKENS, 4))
@@ -356,13 +358,13 @@ def test_one_chunk_larger_than_the_budget_is_loaded_alone(host: Callable[..., Ho
     assert torch.equal(target.cache[:, 3:5], source.cache[:, 3:5])
 
 
-def test_a_load_of_nothing_is_reported_too(host: Callable[[], Host]) -> None:
+def test_empty_load_is_reported(host: Callable[[], Host]) -> None:
     target = host()
     target.load("r")
     assert target.worker.settle() == Finished({"r"})
 
 
-def test_what_waits_for_a_load_that_failed_is_not_fetched(host: Callable[..., Host]) -> None:
+def test_queued_chunks_of_a_failed_load_are_not_fetched(host: Callable[..., Host]) -> None:
     target = host(buffer_bytes=1)
     target.load("r", block(A, TOKENS, 0), block(B, TOKENS, 1), block(C, TOKENS, 2))
     assert target.settle() == Finished({"r"}, invalid_blocks={0, 1, 2})
@@ -371,7 +373,7 @@ def test_what_waits_for_a_load_that_failed_is_not_fetched(host: Callable[..., Ho
     assert report.lost == {A}, "B and C were not asked for"
 
 
-def test_a_block_may_be_refilled_once_its_save_was_started(host: Callable[[], Host]) -> None:
+def test_block_may_be_refilled_once_its_save_started(host: Callable[[], Host]) -> None:
     source, target = host(), host()
     source.cache.copy_(random_cache())
     before = source.cache[:, 3].clone()
@@ -385,7 +387,7 @@ def test_a_block_may_be_refilled_once_its_save_was_started(host: Callable[[], Ho
     assert torch.equal(target.cache[:, 0], before)
 
 
-def test_what_leads_up_to_a_lost_chunk_is_loaded_before_the_request_is_reported(
+def test_chunks_before_a_lost_one_are_loaded_before_the_report(
     host: Callable[[], Host],
 ) -> None:
     source, target = host(), host()
@@ -403,10 +405,10 @@ def test_what_leads_up_to_a_lost_chunk_is_loaded_before_the_request_is_reported(
     assert target.counts()["blocks/failed"] == 1
 
 
-def test_what_arrives_after_a_load_was_reported_is_not_written(
+def test_data_arriving_after_the_report_is_not_written(
     host: Callable[[], Host],
 ) -> None:
-    """vLLM may have given the blocks to another request by then."""
+    """vLLM may have given the blocks to another request."""
     source, target = host(), host()
     source.cache.copy_(random_cache())
     source.save(block(A, TOKENS, 3))
@@ -424,7 +426,7 @@ def test_what_arrives_after_a_load_was_reported_is_not_written(
     assert target.worker.report() is None
 
 
-def test_a_second_bad_piece_is_told_as_lost_but_the_request_only_once(
+def test_second_lost_chunk_is_reported_but_the_request_only_once(
     host: Callable[[], Host],
 ) -> None:
     target = host()
@@ -440,7 +442,7 @@ def test_a_second_bad_piece_is_told_as_lost_but_the_request_only_once(
     assert target.counts() == {"blocks/failed": 1}
 
 
-def test_requests_with_one_prefix_share_its_fetches(host: Callable[[], Host]) -> None:
+def test_requests_with_a_common_prefix_share_its_fetches(host: Callable[[], Host]) -> None:
     source, target = host(), host()
     source.cache.copy_(random_cache())
     source.save(block(A, TOKENS, 3), block(B, TOKENS, 4))
@@ -452,7 +454,7 @@ def test_requests_with_one_prefix_share_its_fetches(host: Callable[[], Host]) ->
     assert torch.equal(target.cache[:, 1], source.cache[:, 4])
 
 
-def test_another_number_of_tokens_is_another_thing(host: Callable[[], Host]) -> None:
+def test_chunk_with_another_number_of_tokens_is_a_miss(host: Callable[[], Host]) -> None:
     source, target = host(), host()
     source.cache.copy_(random_cache())
     source.save(block(A, 2, 3))
@@ -461,7 +463,7 @@ def test_another_number_of_tokens_is_another_thing(host: Callable[[], Host]) -> 
     assert target.cache.count_nonzero() == 0
 
 
-def test_a_cache_it_does_not_understand_is_neither_read_nor_written(
+def test_cache_of_unknown_layout_is_neither_read_nor_written(
     host: Callable[[], Host], caplog: pytest.LogCaptureFixture
 ) -> None:
     config = KVConfig(url="gated://bucket", host_cache_dir=host().engine.host.root.as_posix())
@@ -482,10 +484,10 @@ def test_a_cache_it_does_not_understand_is_neither_read_nor_written(
     worker.close()
 
 
-def test_an_engine_whose_kernels_fail_when_they_are_tried_shares_nothing(
+def test_engine_whose_layout_check_raises_shares_nothing(
     host: Callable[[], Host], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What vLLM's operation raises: a plain error of its own."""
+    """vLLM's operation raises a plain RuntimeError."""
 
     def update(*_: Any) -> None:
         raise RuntimeError("not before the first step")
@@ -515,8 +517,8 @@ def test_an_engine_whose_kernels_fail_when_they_are_tried_shares_nothing(
     assert refused.counts() == {"blocks/dropped": 1, "blocks/failed": 1}
 
 
-def test_what_does_not_fit_its_key_leaves_this_hosts_cache(host: Callable[[], Host]) -> None:
-    """What is computed and saved in its place is to be found there."""
+def test_object_not_matching_its_key_leaves_the_host_cache(host: Callable[[], Host]) -> None:
+    """The chunk that is computed and saved instead must be found there."""
     one, key = host(), object_key(Kind.KV, NAMESPACE, bytes(A), "t0of1")
     one.save(block(A, TOKENS, 3))
     assert one.engine.host.has(key)
@@ -525,10 +527,10 @@ def test_what_does_not_fit_its_key_leaves_this_hosts_cache(host: Callable[[], Ho
     assert not one.engine.host.has(key)
 
 
-def test_what_other_kernels_have_filled_is_a_miss(
+def test_chunk_with_another_kernel_layout_is_a_miss(
     host: Callable[[], Host], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The object is sound, and stays where it is for engines that can read it."""
+    """The object is valid, and stays in the store for engines that can read it."""
     source, alike = host(), host()
     with monkeypatch.context() as patched:
         check = LayoutCheck(release="another")
@@ -569,11 +571,11 @@ def test_reports_of_all_ranks_add_up() -> None:
     assert one.aggregate(other) == other.aggregate(one) == both
 
 
-# --- what was announced ---
+# --- announced chunks ---
 
 
 class Clock:
-    """Time as loads see it; the jobs that they submit live in real time."""
+    """The clock of loads; the jobs that they submit use real time."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -590,14 +592,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def many(number: int) -> list[Piece]:
-    """So many chunks; the blocks of the cache take turns."""
+    """Make `number` chunks, which use the cache's blocks in turn."""
     return [block(ChunkKey(bytes([each]) * 32), TOKENS, each % BLOCKS) for each in range(number)]
 
 
-def test_what_was_announced_may_come_while_others_of_it_do(
+def test_announced_chunks_may_arrive_as_long_as_others_do(
     host: Callable[..., Host], clock: Clock
 ) -> None:
-    """However long the whole takes."""
+    """`wait_s` limits the gap between arrivals, not the whole load."""
     source, target = host(), host(wait_s=0.05)
     source.cache.copy_(random_cache())
     pieces = many(5)
@@ -637,7 +639,7 @@ def watch_submits(engine: TransferEngine, monkeypatch: pytest.MonkeyPatch) -> li
     return fetches
 
 
-def test_of_what_is_not_there_yet_only_the_next_one_is_asked_for(
+def test_only_the_next_missing_announced_chunk_is_polled(
     host: Callable[..., Host], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = host(), host()
@@ -649,7 +651,9 @@ def test_of_what_is_not_there_yet_only_the_next_one_is_asked_for(
     GatedFileSystem.open_gates()
     assert target.settle(until=lambda _: target.engine.in_flight == 1) == Finished()
     (first,) = (job.key for job in submitted if job.is_announced)
-    assert [job.key for job in submitted].count(first) == 1, "it waits, and is not asked for again"
+    assert [job.key for job in submitted].count(first) == 1, (
+        "it waits for the announced chunk without polling"
+    )
     source.save(pieces[0])
     most = 0
 
@@ -666,7 +670,7 @@ def test_of_what_is_not_there_yet_only_the_next_one_is_asked_for(
     assert 8 < most <= 1 + 32
 
 
-def test_what_never_comes_takes_no_room_from_others(host: Callable[..., Host]) -> None:
+def test_false_announcement_takes_no_memory_from_other_loads(host: Callable[..., Host]) -> None:
     source, target = host(), host(buffer_bytes=1, wait_s=60.0)
     source.save(block(B, TOKENS, 1))
     target.load("false", block(A, TOKENS, 0), block(C, TOKENS, 2), is_announced=True)
@@ -677,13 +681,13 @@ def test_what_never_comes_takes_no_room_from_others(host: Callable[..., Host]) -
     target.load("looked up, and lost since", block(A, TOKENS, 4))
     finished = target.settle(until=lambda total: bool(total.requests))
     assert finished == Finished({"looked up, and lost since"}, invalid_blocks={4})
-    # What was guessed is waited for a moment more; then there is one fetch for both.
+    # After a moment both announced loads share one fetch.
     target.settle(until=lambda _: target.engine.in_flight == 1)
     assert target.engine.in_flight == 1
 
 
-def test_what_is_guessed_takes_no_room_from_what_was_found(host: Callable[..., Host]) -> None:
-    """Not where the store is slow to say that it has nothing, either."""
+def test_announced_loads_take_no_memory_from_found_ones(host: Callable[..., Host]) -> None:
+    """This holds also while the store is slow to report that they are missing."""
     source, target = host(), host(buffer_bytes=1, wait_s=60.0)
     source.save(block(B, TOKENS, 1))
     false = [piece for piece in many(6) if piece.key not in (A, B)]
@@ -694,7 +698,7 @@ def test_what_is_guessed_takes_no_room_from_what_was_found(host: Callable[..., H
     assert finished == Finished({"true"})
 
 
-def test_a_damaged_chunk_is_not_waited_for(host: Callable[..., Host]) -> None:
+def test_damaged_announced_chunk_is_not_waited_for(host: Callable[..., Host]) -> None:
     source, target = host(), host(wait_s=60.0)
     source.save(Piece(A, 2, 2 * TOKENS, ((6, 1),)))
     target.load("r", block(A, TOKENS, 0), is_announced=True)
@@ -702,7 +706,7 @@ def test_a_damaged_chunk_is_not_waited_for(host: Callable[..., Host]) -> None:
     assert target.counts()["blocks/failed"] == 1
 
 
-def test_nobody_works_for_a_load_that_was_abandoned(host: Callable[..., Host]) -> None:
+def test_abandoned_load_stops_its_fetches(host: Callable[..., Host]) -> None:
     target = host(wait_s=60.0)
     target.load("r", block(A, TOKENS, 0), is_announced=True)
     target.load("other", block(A, TOKENS, 1), is_announced=True)
@@ -718,7 +722,7 @@ def test_nobody_works_for_a_load_that_was_abandoned(host: Callable[..., Host]) -
 
 
 class Copying:
-    """Copies to blocks that begin, and wait until they are let go on."""
+    """Blocks copies into the KV cache after they began, until `go_on` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.go_on = threading.Semaphore(0), threading.Event()
@@ -742,7 +746,7 @@ def copying(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copying]:
     held.go_on.set()
 
 
-def test_blocks_are_not_given_up_while_they_are_copied_to(
+def test_abandoned_load_is_reported_after_its_copies_end(
     host: Callable[[], Host], copying: Copying
 ) -> None:
     source, target = host(), host()
@@ -750,13 +754,13 @@ def test_blocks_are_not_given_up_while_they_are_copied_to(
     target.load("r", block(A, TOKENS, 0))
     copying.wait_begun()
     target.abandon("r")
-    assert target.worker.settle() == Finished(), "somebody else would have the block"
+    assert target.worker.settle() == Finished(), "vLLM would give the block to another request"
     copying.go_on.set()
     assert target.settle() == Finished({"r"})
     assert target.counts() == {}
 
 
-def test_a_load_that_is_cut_short_ends_when_nothing_is_copied_any_more(
+def test_load_with_a_lost_chunk_is_reported_after_its_copies_end(
     host: Callable[[], Host], copying: Copying
 ) -> None:
     source, target = host(), host()
@@ -766,14 +770,14 @@ def test_a_load_that_is_cut_short_ends_when_nothing_is_copied_any_more(
     copying.wait_begun()
     GatedFileSystem.open_gates()
     until_s = time.monotonic() + GIVE_UP_S
-    while not target.worker.report():  # of B, which is nowhere
+    while not target.worker.report():  # that B is missing
         assert target.worker.settle().requests == set()
         assert time.monotonic() < until_s
     copying.go_on.set()
     assert target.settle() == Finished({"r"}, invalid_blocks={0, 1})
 
 
-def test_who_asks_for_what_is_being_copied_has_it_too(
+def test_second_load_of_a_chunk_being_copied_gets_it_too(
     host: Callable[[], Host], copying: Copying
 ) -> None:
     source, target = host(), host()
@@ -788,7 +792,7 @@ def test_who_asks_for_what_is_being_copied_has_it_too(
     assert target.counts() == {"blocks/loaded": 2}
 
 
-def test_an_announced_chunk_that_arrives_while_it_is_asked_for_is_written(
+def test_announced_chunk_that_arrives_while_requested_is_written(
     host: Callable[[], Host], copying: Copying, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = host(), host()
@@ -806,7 +810,7 @@ def test_an_announced_chunk_that_arrives_while_it_is_asked_for_is_written(
     assert target.counts() == {"blocks/loaded": 1}
 
 
-def test_what_comes_for_a_load_that_was_abandoned_is_not_written(
+def test_data_for_an_abandoned_load_is_not_written(
     host: Callable[[], Host],
 ) -> None:
     source, target = host(), host()
@@ -825,10 +829,10 @@ def test_what_comes_for_a_load_that_was_abandoned_is_not_written(
 
 
 @pytest.mark.parametrize("saves", [True, False])
-def test_a_load_under_way_writes_nothing_once_vllm_has_its_cache_back(
+def test_running_load_writes_nothing_after_unregister(
     host: Callable[..., Host], copying: Copying, *, saves: bool
 ) -> None:
-    """Its memory may be another process's by then."""
+    """The cache's memory may belong to another process by then."""
     source, target = host(), host(saves=saves)
     source.cache.copy_(random_cache())
     source.save(block(A, TOKENS, 3), block(B, TOKENS, 4))
@@ -841,7 +845,7 @@ def test_a_load_under_way_writes_nothing_once_vllm_has_its_cache_back(
     assert sleeping.is_alive(), "a block is being written"
     copying.go_on.set()
     sleeping.join(GIVE_UP_S)
-    assert not sleeping.is_alive(), "the store is waited for"
+    assert not sleeping.is_alive(), "unregister waits for the store"
     target.cache.zero_()
     GatedFileSystem.open_gates()
     assert target.settle() == Finished({"r"}, invalid_blocks={0, 1}), "vLLM waits for a report"
@@ -849,7 +853,7 @@ def test_a_load_under_way_writes_nothing_once_vllm_has_its_cache_back(
 
 
 @pytest.mark.parametrize("saves", [True, False])
-def test_a_sleeping_worker_reads_and_writes_nothing(
+def test_sleeping_worker_reads_and_writes_nothing(
     host: Callable[..., Host], *, saves: bool
 ) -> None:
     source, target = host(), host(saves=saves)
@@ -868,14 +872,14 @@ def test_a_sleeping_worker_reads_and_writes_nothing(
     assert target.counts() == {"blocks/failed": 2, "blocks/dropped": 1}
     report = target.worker.report()
     assert report is not None
-    assert report.lost == {A, B, C}, "somebody takes them for stored"
+    assert report.lost == {A, B, C}, "the scheduler would take them for stored"
 
 
-def test_a_worker_that_wakes_up_saves_and_loads_again(host: Callable[[], Host]) -> None:
+def test_woken_worker_saves_and_loads_again(host: Callable[[], Host]) -> None:
     source, target = host(), host()
     source.cache.copy_(random_cache())
     source.save(block(A, TOKENS, 3))
-    for _ in range(2):  # sleep and wake-up may both come twice
+    for _ in range(2):  # sleep and wake-up may both be called twice
         target.worker.unregister()
         target.worker.restore()
         target.worker.restore()
@@ -886,7 +890,7 @@ def test_a_worker_that_wakes_up_saves_and_loads_again(host: Callable[[], Host]) 
     assert target.counts() == {"blocks/loaded": 1, "blocks/saved": 1}
 
 
-def test_a_cache_that_was_never_shared_sleeps_too(host: Callable[[], Host]) -> None:
+def test_worker_that_shares_nothing_can_sleep(host: Callable[[], Host]) -> None:
     idle = host()
     idle.worker.register({})
     other = KVWorker(idle.config, None, RANK, idle.engine)
@@ -911,7 +915,7 @@ REPLICATED = replace(SHAPE, layer_sets=(replace(LAYER_SET, total_heads=1),))
         ({"shape": REPLICATED, "rank": Rank(1, 8, 0, 1)}, [LOAD_BYTES]),
     ],
 )
-def test_a_rank_pins_no_more_than_it_uses(
+def test_rank_pins_only_the_buffers_it_uses(
     host: Callable[..., Host],
     monkeypatch: pytest.MonkeyPatch,
     options: dict[str, Any],
@@ -926,7 +930,7 @@ def test_a_rank_pins_no_more_than_it_uses(
 @pytest.mark.parametrize(
     "options", [{"loads": False}, {"shape": REPLICATED, "rank": Rank(1, 8, 0, 1)}]
 )
-def test_a_rank_that_does_less_saves_and_sleeps_all_the_same(
+def test_rank_without_loads_or_saves_can_still_save_and_sleep(
     host: Callable[..., Host], options: dict[str, Any]
 ) -> None:
     one = host(**options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is announced of an item is enough for the right tokens, or it is nothing."""
+"""Announced metadata of an item is sufficient for the right placeholder tokens, or empty."""
 
 from pathlib import Path
 from typing import Any
@@ -52,26 +52,26 @@ def video(identifier: str = "film", **values: Any) -> MultiModalFeatureSpec:
         ({"use_audio_in_video": torch.tensor(True)}, False),
     ],
 )
-def test_a_video_whose_times_a_consumer_would_not_know_is_announced_without_metadata(
+def test_video_with_nondefault_timing_is_announced_without_metadata(
     placeholders: Placeholders, values: dict[str, Any], is_enough: bool
 ) -> None:
     film = video(**GRID, **values)
     expected = {"video_grid_thw": [2, 8, 8]} if is_enough else {}
     assert placeholders.metadata(film) == expected
-    for told in (film, video()):  # vLLM leaves out what a later process has cached
+    for told in (film, video()):  # vLLM omits data that a later process has cached
         announced = placeholders.announcement([told])
         assert announced["film"]["metadata"] == expected
         assert announced["film"]["modality"] == "video"
 
 
-def test_what_is_remembered_is_the_latest_and_its_own(placeholders: Placeholders) -> None:
+def test_latest_metadata_of_an_identifier_is_remembered(placeholders: Placeholders) -> None:
     placeholders.metadata(video(**GRID))
     assert placeholders.metadata(video("other")) == {}
     placeholders.metadata(video(video_grid_thw=torch.tensor([4, 8, 8])))
     assert placeholders.metadata(video()) == {"video_grid_thw": [4, 8, 8]}
 
 
-def test_items_come_with_pixels_or_without(placeholders: Placeholders) -> None:
+def test_item_can_be_encoded_only_with_pixels(placeholders: Placeholders) -> None:
     assert placeholders.can_encode(video(**GRID, pixel_values_videos=torch.zeros(1, 8)))
     assert not placeholders.can_encode(video(**GRID))
     assert not placeholders.can_encode(video(**GRID, use_audio_in_video=torch.tensor(False)))

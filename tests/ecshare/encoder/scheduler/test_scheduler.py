@@ -92,7 +92,7 @@ def feature(
 
 
 def request(*features: MultiModalFeatureSpec, name: str = "request", **fields: Any) -> Any:
-    # What the hooks read of vllm.v1.request.Request, and nothing else.
+    # The fields of vllm.v1.request.Request that the hooks read.
     return SimpleNamespace(request_id=name, mm_features=list(features), **fields)
 
 
@@ -103,7 +103,7 @@ def shape(vllm_config: VllmConfig) -> tuple[int, int]:
 
 @pytest.fixture
 def store(vllm_config: VllmConfig, tmp_path: Path, shape: tuple[int, int]) -> Store:
-    """Put a tensor under the key of the default feature, as a producer elsewhere would."""
+    """Store a tensor under the key of the default feature, as a producer on another host."""
 
     def store(shape: tuple[int, int] = shape) -> None:
         elsewhere = EncoderConfig(
@@ -122,12 +122,12 @@ def store(vllm_config: VllmConfig, tmp_path: Path, shape: tuple[int, int]) -> St
 
 
 def key_of(vllm_config: VllmConfig, identifier: str = "picture") -> Key:
-    """The key of an item's object, as docs/format.md has it."""
+    """Return the key of an item's object, as in docs/format.md."""
     return encoder_namespace(vllm_config, "").key(f"{NUM_EMBEDS}::{identifier}")
 
 
 def until_ready(scheduler: EncoderScheduler, asked: Any) -> bool:
-    """Poll as vLLM does, until the request is ready, and no other is lost meanwhile."""
+    """Poll as vLLM does until the request is ready; no other request may be lost meanwhile."""
 
     def is_ready() -> bool:
         if scheduler.ready(asked, 0):
@@ -140,25 +140,25 @@ def until_ready(scheduler: EncoderScheduler, asked: Any) -> bool:
     return True
 
 
-def test_only_a_step_that_computes_nothing_waits_for_an_item(
+def test_only_an_idle_step_waits_for_an_item(
     start: Start, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store()
     scheduler, waits = start("ec_consumer"), list[str]()
     monkeypatch.setattr(TransferEngine, "wait_idle", lambda _: waits.append("now"))
     scheduler.orders({})
-    assert not waits, "nobody wants anything"
+    assert not waits, "no request waits for an item"
     asked = request(feature())
     assert not scheduler.ready(asked, 0)
     scheduler.orders({"other": 1})
-    assert not waits, "others would wait too"
+    assert not waits, "it would delay the other request"
     scheduler.orders({})
     assert waits
     assert until_ready(scheduler, asked)
 
 
 def until_lost(scheduler: EncoderScheduler, *asked: Any) -> set[str]:
-    """Poll as vLLM does, until a request is lost; return all that are. None becomes ready."""
+    """Poll as vLLM does until a request is lost; return the lost ones. None may become ready."""
     lost: set[str] = set()
 
     def is_any_lost() -> bool:
@@ -172,7 +172,7 @@ def until_lost(scheduler: EncoderScheduler, *asked: Any) -> set[str]:
 
 
 def until_answered(scheduler: EncoderScheduler, *asked: Any) -> None:
-    """Poll requests that stay unready, until the store has answered what was asked after them."""
+    """Poll requests that stay unready until the store has answered three later lookups."""
     for n in range(3):
         later = request(feature(f"later {n}"), name="later")
         assert not scheduler.ready(later, 0)
@@ -182,7 +182,7 @@ def until_answered(scheduler: EncoderScheduler, *asked: Any) -> None:
 
 
 def counted(scheduler: EncoderScheduler) -> dict[str, float]:
-    """What was counted since the last call, but for times and what was moved."""
+    """Return the counts since the last call, without times and transfers."""
     stats = scheduler.take_stats()
     counts = {} if stats is None else stats.data
     return {
@@ -192,7 +192,7 @@ def counted(scheduler: EncoderScheduler) -> dict[str, float]:
     }
 
 
-def test_a_consumer_waits_until_the_item_is_on_this_host(start: Start, store: Store) -> None:
+def test_consumer_waits_until_the_item_is_in_the_host_cache(start: Start, store: Store) -> None:
     scheduler = start("ec_consumer")
     store()
     asked = request(feature(pixels=False))
@@ -208,7 +208,7 @@ def test_a_consumer_waits_until_the_item_is_on_this_host(start: Start, store: St
     assert not scheduler.has("picture")
 
 
-def test_an_absent_item_with_pixels_is_encoded(start: Start) -> None:
+def test_missing_item_with_pixels_is_encoded(start: Start) -> None:
     scheduler = start("ec_consumer")
     asked = request(feature())
     assert until_ready(scheduler, asked)
@@ -223,7 +223,7 @@ def test_an_absent_item_with_pixels_is_encoded(start: Start) -> None:
     }
 
 
-def test_an_absent_item_without_pixels_fails_its_request_once(start: Start) -> None:
+def test_missing_item_without_pixels_fails_its_request_once(start: Start) -> None:
     scheduler = start("ec_consumer", wait_s=0.1)
     asked = request(feature(pixels=False))
     assert until_lost(scheduler, asked) == {"request"}
@@ -232,10 +232,8 @@ def test_an_absent_item_without_pixels_fails_its_request_once(start: Start) -> N
     assert scheduler.ready(request(name="other"), 0)
 
 
-def test_who_comes_without_pixels_is_not_failed_for_others_who_have_them(
-    start: Start, store: Store
-) -> None:
-    """They had asked before it was stored, and hold it as absent while they wait to be encoded."""
+def test_earlier_miss_of_a_request_with_pixels_fails_no_other(start: Start, store: Store) -> None:
+    """The first request looked it up before it was stored, and waits to be encoded."""
     scheduler = start("ec_consumer")
     first = request(feature(), name="first")
     assert until_ready(scheduler, first)
@@ -250,7 +248,7 @@ def test_who_comes_without_pixels_is_not_failed_for_others_who_have_them(
         scheduler.finished(each)
 
 
-def test_it_fails_after_its_own_time_and_may_come_again(
+def test_request_fails_after_its_own_wait_s_and_may_be_retried(
     clock: Clock, start: Start, store: Store
 ) -> None:
     scheduler = start("ec_consumer", wait_s=60, io_timeout_s=600)
@@ -268,7 +266,7 @@ def test_it_fails_after_its_own_time_and_may_come_again(
     assert until_ready(scheduler, second)
 
 
-def test_who_has_time_left_asks_but_once_for_what_is_of_no_use(
+def test_request_fails_early_if_the_stored_object_is_damaged(
     start: Start, vllm_config: VllmConfig, tmp_path: Path
 ) -> None:
     scheduler = start("ec_consumer", wait_s=60)
@@ -280,7 +278,9 @@ def test_who_has_time_left_asks_but_once_for_what_is_of_no_use(
     assert until_lost(scheduler, second) == {"second"}
 
 
-def test_who_joins_late_has_time_of_its_own(clock: Clock, start: Start, store: Store) -> None:
+def test_request_joining_a_fetch_late_has_its_own_wait_s(
+    clock: Clock, start: Start, store: Store
+) -> None:
     scheduler = start("ec_consumer", wait_s=60, io_timeout_s=600)
     first = request(feature(pixels=False), name="first")
     assert not scheduler.ready(first, 0)
@@ -295,7 +295,7 @@ def test_who_joins_late_has_time_of_its_own(clock: Clock, start: Start, store: S
     assert until_ready(scheduler, second)
 
 
-def test_an_absent_item_that_vllm_holds_no_data_of_fails_its_request(start: Start) -> None:
+def test_missing_item_without_data_in_vllm_fails_its_request(start: Start) -> None:
     scheduler = start("ec_consumer", wait_s=0.1)
     asked = request(feature())
     asked.mm_features[0].data = None
@@ -303,7 +303,7 @@ def test_an_absent_item_that_vllm_holds_no_data_of_fails_its_request(start: Star
 
 
 @pytest.mark.parametrize("wrong", [(NUM_EMBEDS, 7), (NUM_EMBEDS - 1, 64)])
-def test_a_stored_tensor_of_another_shape_is_a_miss(
+def test_stored_tensor_of_another_shape_is_a_miss(
     start: Start, store: Store, wrong: tuple[int, int]
 ) -> None:
     scheduler = start("ec_consumer")
@@ -313,7 +313,7 @@ def test_a_stored_tensor_of_another_shape_is_a_miss(
 
 
 @pytest.mark.parametrize(("more", "is_taken"), [(0, True), (4, True), (5, True), (1, False)])
-def test_pruned_videos_may_have_positions_beside_the_embedding(
+def test_embedding_of_a_pruned_video_may_have_position_columns(
     start: Start,
     vllm_config: VllmConfig,
     store: Store,
@@ -333,7 +333,7 @@ def test_pruned_videos_may_have_positions_beside_the_embedding(
     ("role", "cache_gb", "warns"),
     [("ec_consumer", 4, True), ("ec_consumer", 0, False), ("ec_both", 4, False)],
 )
-def test_a_cache_of_inputs_that_may_confuse_them_is_warned_of(
+def test_consumer_with_a_processor_cache_logs_a_warning(
     start: Start,
     vllm_config: VllmConfig,
     monkeypatch: pytest.MonkeyPatch,
@@ -349,14 +349,14 @@ def test_a_cache_of_inputs_that_may_confuse_them_is_warned_of(
 
 
 @pytest.mark.parametrize(("has_a_cache", "is_shared"), [(True, True), (False, False)])
-def test_a_number_that_vllm_gave_a_picture_is_not_its_name(
+def test_item_with_a_counter_as_identifier_is_not_shared(
     start: Start,
     vllm_config: VllmConfig,
     monkeypatch: pytest.MonkeyPatch,
     has_a_cache: bool,
     is_shared: bool,
 ) -> None:
-    """Without caches vLLM counts pictures from 1, in every engine."""
+    """Without caches vLLM numbers images from 1 in every engine."""
     media = vllm_config.model_config.multimodal_config
     monkeypatch.setattr(media, "mm_processor_cache_gb", 0)
     monkeypatch.setattr(vllm_config.cache_config, "enable_prefix_caching", has_a_cache)
@@ -380,7 +380,7 @@ def test_a_number_that_vllm_gave_a_picture_is_not_its_name(
 
 
 def numbered() -> str:
-    """What this vLLM calls the first picture, where it has no cache that needs a hash."""
+    """Return the identifier that this vLLM gives the first image when it has no caches."""
     base = pytest.importorskip("vllm.renderers.base")
     off = SimpleNamespace(mm_processor_cache_gb=0)
     renderer = SimpleNamespace(
@@ -395,13 +395,13 @@ def numbered() -> str:
     return name
 
 
-def test_a_late_store_is_a_miss(start: Start, store: Store) -> None:
+def test_store_slower_than_wait_s_is_a_miss(start: Start, store: Store) -> None:
     scheduler = start("ec_consumer", wait_s=1e-9)
     store()
     assert scheduler.ready(request(feature()), 0)
 
 
-def test_items_covered_by_kv_are_not_asked_for(start: Start) -> None:
+def test_items_covered_by_kv_are_not_looked_up(start: Start) -> None:
     scheduler = start("ec_consumer")
     asked = request(feature("a", offset=0), feature("b", offset=100))
     assert scheduler.ready(asked, 116)
@@ -411,7 +411,7 @@ def test_items_covered_by_kv_are_not_asked_for(start: Start) -> None:
     assert counted(scheduler)["misses/missing"] == 1
 
 
-def test_an_item_is_let_go_when_the_prefill_has_passed_it(start: Start, store: Store) -> None:
+def test_item_is_unpinned_when_the_prefill_has_passed_it(start: Start, store: Store) -> None:
     scheduler = start("ec_consumer")
     store()
     asked = request(feature(offset=2), feature("later", offset=50))
@@ -420,7 +420,7 @@ def test_an_item_is_let_go_when_the_prefill_has_passed_it(start: Start, store: S
     assert scheduler.has("picture")
     assert scheduler.ready(asked, 18)
     assert not scheduler.has("picture")
-    # Preempted: it begins again, and asks again for what it let go.
+    # Preempted: it starts again, and looks up the items that it had unpinned.
     assert not scheduler.ready(asked, 0)
     assert until_ready(scheduler, asked)
     assert scheduler.has("picture")
@@ -428,7 +428,7 @@ def test_an_item_is_let_go_when_the_prefill_has_passed_it(start: Start, store: S
 
 
 class Counted(list[MultiModalFeatureSpec]):
-    """Counts how often it is gone through."""
+    """Counts how often it is iterated over."""
 
     times = 0
 
@@ -437,7 +437,7 @@ class Counted(list[MultiModalFeatureSpec]):
         return super().__iter__()
 
 
-def test_items_of_a_request_that_is_past_them_are_not_gone_through_in_each_step(
+def test_decode_step_does_not_iterate_over_passed_items(
     start: Start,
 ) -> None:
     scheduler = start("ec_consumer")
@@ -450,9 +450,7 @@ def test_items_of_a_request_that_is_past_them_are_not_gone_through_in_each_step(
     assert not features.times
 
 
-def test_who_is_past_its_items_and_begins_anew_holds_them_until_it_is_past_them_again(
-    start: Start, store: Store
-) -> None:
+def test_preempted_request_keeps_items_pinned(start: Start, store: Store) -> None:
     scheduler = start("ec_consumer")
     store()
     asked = request(feature(offset=2))
@@ -463,7 +461,7 @@ def test_who_is_past_its_items_and_begins_anew_holds_them_until_it_is_past_them_
     assert not scheduler.has("picture")
 
 
-def test_a_session_that_goes_on_with_another_picture_asks_for_it(start: Start) -> None:
+def test_new_item_of_a_resumed_session_is_looked_up(start: Start) -> None:
     scheduler = start("ec_consumer")
     asked = request(feature(offset=2))
     assert scheduler.ready(asked, 18)
@@ -471,7 +469,7 @@ def test_a_session_that_goes_on_with_another_picture_asks_for_it(start: Start) -
     assert not scheduler.ready(asked, 18)
 
 
-def test_the_same_picture_further_on_keeps_the_item(start: Start, store: Store) -> None:
+def test_repeated_item_stays_pinned_until_its_last_position(start: Start, store: Store) -> None:
     scheduler = start("ec_consumer")
     store()
     asked = request(feature(offset=2), feature(offset=50))
@@ -481,7 +479,7 @@ def test_the_same_picture_further_on_keeps_the_item(start: Start, store: Store) 
 
 
 @pytest.mark.parametrize(("is_reported", "pinned_s"), [(False, 60), (True, 5)])
-def test_a_pin_outlives_the_request_until_the_load_cannot_be_on_its_way(
+def test_pin_outlives_the_request_until_its_load_ended(
     clock: Clock,
     start: Start,
     store: Store,
@@ -507,7 +505,7 @@ def test_a_pin_outlives_the_request_until_the_load_cannot_be_on_its_way(
 
 
 def is_pinned(host: Path, key: Key) -> bool:
-    """Whether somebody holds the lock on a cached object that keeps it from being evicted."""
+    """Return whether a process holds the lock that keeps a cached object from eviction."""
     (path,) = (each for each in host.rglob("*") if each.name.endswith(key.rpartition("/")[2]))
     with path.open("rb") as file:
         try:
@@ -518,7 +516,7 @@ def is_pinned(host: Path, key: Key) -> bool:
 
 
 def num_descriptors(tmp_path: Path) -> int:
-    """How many of this process's lead to entries of the host cache."""
+    """Return how many of this process's descriptors are host cache entries."""
     found = 0
     for link in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):
@@ -526,9 +524,7 @@ def num_descriptors(tmp_path: Path) -> int:
     return found
 
 
-def test_an_item_that_is_here_holds_one_descriptor(
-    start: Start, store: Store, tmp_path: Path
-) -> None:
+def test_pinned_item_holds_one_file_descriptor(start: Start, store: Store, tmp_path: Path) -> None:
     scheduler = start("ec_consumer")
     store()
     before = num_descriptors(tmp_path)
@@ -541,7 +537,7 @@ def few_descriptors(kind: int) -> tuple[int, int]:
     return 256, 256
 
 
-def test_items_that_were_let_go_do_not_pile_up(
+def test_number_of_lingering_pins_is_bounded(
     start: Start, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("resource.getrlimit", few_descriptors)
@@ -555,7 +551,7 @@ def test_items_that_were_let_go_do_not_pile_up(
     assert 60 < num_descriptors(tmp_path) < 80
 
 
-def test_requests_beyond_what_may_be_open_wait_for_their_turn_and_lose_no_time(
+def test_requests_beyond_the_descriptor_limit_wait_without_timing_out(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("resource.getrlimit", few_descriptors)
@@ -570,13 +566,13 @@ def test_requests_beyond_what_may_be_open_wait_for_their_turn_and_lose_no_time(
         scheduler.orders({})
         scheduler.engine.drain(10)
     assert counted(scheduler) == {}
-    assert scheduler.ready(requests[0], 0), "who has asked is not put off"
+    assert scheduler.ready(requests[0], 0), "a request with open items is not delayed"
     scheduler.finished(requests[0])
     assert until_ready(scheduler, late)
     assert counted(scheduler) == {"wait_seconds_count": 1, "items/missed": 1, "misses/missing": 1}
 
 
-def test_one_identifier_with_two_lengths_fails_the_second_request(start: Start) -> None:
+def test_identifier_with_a_second_length_fails_that_request(start: Start) -> None:
     scheduler = start("ec_consumer")
     assert until_ready(scheduler, request(feature(), name="first"))
     second = request(feature(num_embeds=NUM_EMBEDS + 1), name="second")
@@ -584,7 +580,7 @@ def test_one_identifier_with_two_lengths_fails_the_second_request(start: Start) 
     assert scheduler.take_unavailable() == {"second"}
 
 
-def test_requests_share_an_item_until_the_last_one_ends(start: Start, store: Store) -> None:
+def test_shared_item_stays_pinned_until_the_last_request_ends(start: Start, store: Store) -> None:
     scheduler = start("ec_both")
     store()
     first, second = (request(feature(), name=name) for name in ("first", "second"))
@@ -596,7 +592,7 @@ def test_requests_share_an_item_until_the_last_one_ends(start: Start, store: Sto
     assert not scheduler.has("picture")
 
 
-def test_a_producer_orders_each_absent_item_to_be_stored_once(start: Start) -> None:
+def test_producer_orders_one_save_of_a_missing_item(start: Start) -> None:
     scheduler = start("ec_producer")
     asked = request(feature())
     assert until_ready(scheduler, asked)
@@ -605,15 +601,15 @@ def test_a_producer_orders_each_absent_item_to_be_stored_once(start: Start) -> N
     assert save.identifier == "picture"
     assert save.attributes == {"num_embeds": NUM_EMBEDS, "metadata": {"image_grid_thw": [1, 8, 8]}}
     assert scheduler.orders({"request": 1}).saves == ()
-    announced = scheduler.finished(asked)  # vLLM 0.31 and later also say where the item stands
+    announced = scheduler.finished(asked)  # vLLM 0.31 and later add the item's position
     assert announced is not None
     assert announced["picture"]["metadata"] == {"image_grid_thw": [1, 8, 8]}
 
 
-def test_metadata_without_an_end_is_not_noted_with_the_object(
+def test_overlong_metadata_is_announced_but_not_stored(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A long video's times; the header of an object has little room."""
+    """For example the times of a long video: an object's header is small."""
     monkeypatch.setattr("ecshare.encoder.scheduler.saves.MAX_NOTED_CHARS", 20)
     scheduler = start("ec_producer")
     asked = request(feature())
@@ -625,8 +621,8 @@ def test_metadata_without_an_end_is_not_noted_with_the_object(
     assert announced["picture"]["metadata"] == {"image_grid_thw": [1, 8, 8]}
 
 
-def test_how_things_are_is_not_added_up(start: Start) -> None:
-    """A worker's report and the ledger may tell the same in one step."""
+def test_gauges_of_reports_are_not_summed(start: Start) -> None:
+    """A worker's report and the ledger may carry the same values in one step."""
     scheduler = start("ec_producer")
     for _ in range(2):
         scheduler.reported(Report({0: {"now/breaker_open": 1.0, "items/saved": 3}}, frozenset()))
@@ -634,8 +630,8 @@ def test_how_things_are_is_not_added_up(start: Start) -> None:
     assert (counts["now/breaker_open"], counts["items/saved"]) == (1.0, 3)
 
 
-def test_embeddings_that_a_client_sends_are_no_media(start: Start, tmp_path: Path) -> None:
-    """No encoder makes them. A stored one could also be of a dtype that media never have."""
+def test_prompt_embeddings_are_not_shared_as_media(start: Start, tmp_path: Path) -> None:
+    """No encoder computes them, and their dtype may be one that media embeddings never have."""
     scheduler = start("ec_both")
     sent = feature("sent")
     sent.modality = "prompt_embeds"
@@ -652,21 +648,21 @@ def test_embeddings_that_a_client_sends_are_no_media(start: Start, tmp_path: Pat
     assert counted(scheduler)["items/encoded"] == 1
 
 
-def test_encoder_decoder_models_are_left_alone(
+def test_encoder_decoder_models_share_nothing(
     vllm_config: VllmConfig, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM asks for their items too; its runners would load none of them."""
+    """vLLM asks the scheduler half for their items, but its runners would not load them."""
     monkeypatch.setitem(vars(vllm_config.model_config), "is_encoder_decoder", True)
     assert_idle(start("ec_both"))
 
 
-def test_ranks_that_schedule_for_themselves_share_nothing(
+def test_external_launcher_with_several_ranks_shares_nothing(
     vllm_config: VllmConfig,
     start: Start,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Each would answer by its own clock: they would run different steps, and hang."""
+    """Each rank would decide by its own clock, so ranks would run different steps and hang."""
     parallel = vars(vllm_config.parallel_config)
     monkeypatch.setitem(parallel, "distributed_executor_backend", "external_launcher")
     monkeypatch.setitem(parallel, "world_size", 2)
@@ -676,7 +672,7 @@ def test_ranks_that_schedule_for_themselves_share_nothing(
     assert not any("this engine saves" in each for each in caplog.messages)
 
 
-def test_devices_whose_copies_are_not_waited_for_share_nothing(
+def test_unsupported_device_type_shares_nothing(
     vllm_config: VllmConfig,
     start: Start,
     monkeypatch: pytest.MonkeyPatch,
@@ -695,7 +691,7 @@ def assert_idle(scheduler: EncoderScheduler) -> None:
     assert scheduler.finished(asked) is None
 
 
-def test_a_producer_does_not_encode_what_is_stored(start: Start, store: Store) -> None:
+def test_producer_does_not_encode_stored_items(start: Start, store: Store) -> None:
     scheduler = start("ec_producer")
     store()
     asked = request(feature())
@@ -706,19 +702,19 @@ def test_a_producer_does_not_encode_what_is_stored(start: Start, store: Store) -
     assert (orders.loads, orders.saves) == ((), ())
 
 
-def test_a_producer_does_not_announce_what_it_neither_has_nor_will_encode(
+def test_producer_does_not_announce_a_lost_item_it_will_not_encode(
     start: Start, store: Store, tmp_path: Path
 ) -> None:
-    """vLLM counts what was in the store as cached here, and does not encode it once it is lost."""
+    """vLLM counts a stored item as cached, and does not encode it when the store loses it."""
     scheduler = start("ec_producer")
 
     def announced(name: str, *, allocates: bool) -> bool:
         asked = request(feature(), name=name)
         assert until_ready(scheduler, asked)
-        if allocates:  # vLLM asks no more for what it counts as cached
+        if allocates:  # vLLM does not allocate an item that it counts as cached
             scheduler.allocated(asked, 0)
         scheduler.orders({name: 20})
-        assert scheduler.ready(asked, 2 + NUM_EMBEDS)  # lets go of the item before the end
+        assert scheduler.ready(asked, 2 + NUM_EMBEDS)  # unpins the item before the request ends
         return "picture" in (scheduler.finished(asked) or {})
 
     store()
@@ -727,18 +723,18 @@ def test_a_producer_does_not_announce_what_it_neither_has_nor_will_encode(
     (stored,) = (path for path in (tmp_path / "store").rglob("ec/2/*/*/*") if path.is_file())
     stored.unlink()
     assert not announced("lost", allocates=False)
-    # vLLM has forgotten the entry, so the item is encoded and stored.
+    # vLLM has evicted the entry, so the item is encoded and stored.
     assert announced("encoded", allocates=True)
     assert announced("cached", allocates=False)
 
 
-def test_a_producer_encodes_again_what_only_its_own_host_still_has(
+def test_producer_encodes_an_item_only_in_its_host_cache(
     start: Start, store: Store, tmp_path: Path
 ) -> None:
     consumer = start("ec_consumer")
     store()
     assert until_ready(consumer, request(feature()))
-    assert consumer.has("picture")  # so it is in the host cache now
+    assert consumer.has("picture")  # it is in the host cache now
     (path,) = (path for path in (tmp_path / "store" / "ec").rglob("*") if len(path.name) == 64)
     path.unlink()
     producer = start("ec_producer")
@@ -746,7 +742,7 @@ def test_a_producer_encodes_again_what_only_its_own_host_still_has(
     assert not producer.has("picture")
 
 
-def test_what_one_host_has_and_the_store_has_lost_is_stored_again_by_who_announces_it(
+def test_announcing_engine_restores_an_item_the_store_lost(
     start: Start, vllm_config: VllmConfig, store: Store, tmp_path: Path
 ) -> None:
     store()
@@ -755,12 +751,12 @@ def test_what_one_host_has_and_the_store_has_lost_is_stored_again_by_who_announc
         scheduler = start(role)
         assert until_ready(scheduler, request(feature()))
         scheduler.orders({"request": 1})
-        scheduler.close()  # lets what it has begun end
+        scheduler.close()  # waits for its running jobs
         assert stored.exists() is (role == "ec_both")
         stored.unlink(missing_ok=True)
 
 
-def test_the_announcement_survives_vllm_dropping_the_pixels(start: Start) -> None:
+def test_announcement_keeps_metadata_after_vllm_drops_the_pixels(start: Start) -> None:
     scheduler = start("ec_producer")
     first = request(feature(), name="first")
     assert until_ready(scheduler, first)
@@ -771,7 +767,7 @@ def test_the_announcement_survives_vllm_dropping_the_pixels(start: Start) -> Non
     assert scheduler.finished(again) == announced
 
 
-def test_reports_of_workers_count_once_however_they_come(
+def test_counts_in_both_report_and_ledger_count_once(
     clock: Clock, start: Start, vllm_config: VllmConfig, tmp_path: Path
 ) -> None:
     scheduler = start("ec_producer")
@@ -780,7 +776,7 @@ def test_reports_of_workers_count_once_however_they_come(
     assert counted(scheduler) == {"items/saved": 2}
     ledger = open_ledger(vllm_config, open_host_cache(config(tmp_path)))
     ledger.write(0, {"items/saved": 5.0})
-    clock.forward(2)  # it looks now and then
+    clock.forward(2)  # it reads the ledger at intervals
     counts: list[dict[str, float]] = []
 
     def is_counted() -> bool:
@@ -794,8 +790,8 @@ def test_reports_of_workers_count_once_however_they_come(
 
 
 @pytest.mark.parametrize("is_told", [True, False])
-def test_an_announced_item_is_waited_for(start: Start, store: Store, is_told: bool) -> None:
-    """An encoder's answer announces it, and so does that somebody has no pixels."""
+def test_announced_item_is_waited_for(start: Start, store: Store, is_told: bool) -> None:
+    """An encoder's answer announces the item, and so does a request without pixels."""
     scheduler = start("ec_consumer")
     params = {"picture": {"metadata": dict[str, Any]()}} if is_told else None
     asked = request(feature(pixels=is_told), ec_transfer_params=params)
@@ -806,7 +802,7 @@ def test_an_announced_item_is_waited_for(start: Start, store: Store, is_told: bo
     assert scheduler.has("picture")
 
 
-def test_an_announced_item_that_never_comes_is_encoded_in_the_end(
+def test_announced_item_that_never_arrives_is_encoded_after_wait_s(
     clock: Clock, start: Start
 ) -> None:
     scheduler = start("ec_consumer", wait_s=60, io_timeout_s=600)
@@ -820,10 +816,10 @@ def test_an_announced_item_that_never_comes_is_encoded_in_the_end(
     assert not scheduler.has("picture")
 
 
-def test_an_announced_item_that_its_encoder_gave_up_is_encoded_at_once(
+def test_announced_item_given_up_by_its_encoder_is_encoded_at_once(
     clock: Clock, start: Start, vllm_config: VllmConfig, tmp_path: Path
 ) -> None:
-    """The clock stands still: nobody has waited for long."""
+    """The simulated clock stands still, so no time-out can have passed."""
     scheduler = start("ec_consumer", wait_s=60, io_timeout_s=600)
     asked = request(feature(), ec_transfer_params={"picture": {}})
     assert not scheduler.ready(asked, 0)
@@ -837,7 +833,7 @@ def test_an_announced_item_that_its_encoder_gave_up_is_encoded_at_once(
     assert counted(scheduler)["misses/given_up"] == 1
 
 
-def test_who_was_told_makes_those_wait_who_were_not(start: Start, store: Store) -> None:
+def test_announcement_makes_other_requests_of_the_item_wait(start: Start, store: Store) -> None:
     scheduler = start("ec_consumer")
     first = request(feature(), name="first")
     told = request(feature(), name="told", ec_transfer_params={"picture": {}})
@@ -852,25 +848,23 @@ def test_who_was_told_makes_those_wait_who_were_not(start: Start, store: Store) 
 @pytest.mark.parametrize(
     "params", [None, [], "picture", 7, {"": 1}, {"other": {}}, {1: 2}, [["picture"]]]
 )
-def test_odd_transfer_params_announce_nothing(start: Start, params: Any) -> None:
+def test_malformed_transfer_params_announce_nothing(start: Start, params: Any) -> None:
     scheduler = start("ec_consumer", wait_s=60)
     assert until_ready(scheduler, request(feature(), ec_transfer_params=params))
 
 
-def test_nobody_waits_any_more_so_the_fetch_ends(start: Start) -> None:
+def test_fetch_is_cancelled_when_its_last_request_ends(start: Start) -> None:
     scheduler = start("ec_consumer", wait_s=60)
     asked = request(feature(pixels=False))
     assert not scheduler.ready(asked, 0)
     scheduler.orders({})
     scheduler.finished(asked)
     scheduler.orders({})
-    (done,) = scheduler.engine.drain(10)  # nobody is told how it ended
+    (done,) = scheduler.engine.drain(10)  # its outcome is not reported
     assert done.outcome is Outcome.CANCELLED
 
 
-def test_an_item_asked_for_again_is_found_though_its_first_fetch_was_cancelled(
-    start: Start, store: Store
-) -> None:
+def test_item_is_found_after_earlier_fetches_were_cancelled(start: Start, store: Store) -> None:
     scheduler = start("ec_consumer")
     asked = request(feature(pixels=False))
     for _ in range(20):
@@ -883,7 +877,7 @@ def test_an_item_asked_for_again_is_found_though_its_first_fetch_was_cancelled(
     assert scheduler.has("picture")
 
 
-def test_a_step_costs_one_look_up_and_one_wake_up(
+def test_step_submits_one_lookup_for_all_items(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler = start("ec_producer")
@@ -899,14 +893,14 @@ def test_a_step_costs_one_look_up_and_one_wake_up(
     assert len(set(handle.job.keys)) == 3
 
 
-def test_who_asks_again_without_a_step_in_between_has_an_answer_too(start: Start) -> None:
+def test_request_becomes_ready_without_further_steps(start: Start) -> None:
     scheduler = start("ec_consumer")
     asked = request(feature())
     wait_until(lambda: scheduler.ready(asked, 0))
     assert counted(scheduler)["misses/missing"] == 1
 
 
-def test_an_identifier_of_megabytes_is_encoded_and_never_stored(start: Start) -> None:
+def test_item_with_an_overlong_identifier_is_encoded_and_not_stored(start: Start) -> None:
     scheduler = start("ec_both")
     identifier = "x" * (MAX_IDENTIFIER_CHARS + 1)
     asked = request(feature(identifier))
@@ -934,7 +928,7 @@ def adapter(tmp_path: Path, rank: int) -> Path:
 
 
 @pytest.mark.usefixtures("tower_adapters")
-def test_an_adapter_counts_by_its_content_not_its_name(start: Start, tmp_path: Path) -> None:
+def test_key_depends_on_the_adapters_content_not_its_name(start: Start, tmp_path: Path) -> None:
     scheduler = start("ec_producer")
     keys = []
     for name, rank in (("a", 8), ("b", 16), ("c", 8)):
@@ -955,8 +949,8 @@ def test_an_adapter_counts_by_its_content_not_its_name(start: Start, tmp_path: P
 
 
 @pytest.mark.usefixtures("tower_adapters")
-def test_what_a_changed_adapter_makes_is_not_shared(start: Start, tmp_path: Path) -> None:
-    """vLLM's own cache tells embeddings by its name: they may be those of the former one."""
+def test_items_of_a_changed_adapter_are_not_shared(start: Start, tmp_path: Path) -> None:
+    """vLLM's own cache keys embeddings by the adapter's name, so they may be the old ones."""
     scheduler = start("ec_producer")
     num_saved = []
     for rank in (8, 16, 8):
@@ -970,7 +964,7 @@ def test_what_a_changed_adapter_makes_is_not_shared(start: Start, tmp_path: Path
 
 
 @pytest.mark.usefixtures("tower_adapters")
-def test_what_an_unknown_adapter_makes_is_not_shared(start: Start, tmp_path: Path) -> None:
+def test_items_of_an_unreadable_adapter_are_not_shared(start: Start, tmp_path: Path) -> None:
     scheduler = start("ec_both")
     lora = SimpleNamespace(lora_name="a", lora_path=str(tmp_path / "none"))
     assert until_ready(scheduler, request(feature(), lora_request=lora))
@@ -981,7 +975,7 @@ def test_what_an_unknown_adapter_makes_is_not_shared(start: Start, tmp_path: Pat
 @pytest.mark.parametrize(
     "identifier", ["../../evil/x", "", "\x00", "ü" * 4096, "/etc/passwd", "\ud800"]
 )
-def test_a_hostile_identifier_stays_inside_the_store(
+def test_hostile_identifier_gives_a_safe_key(
     start: Start, vllm_config: VllmConfig, identifier: str
 ) -> None:
     scheduler = start("ec_producer")
@@ -993,7 +987,7 @@ def test_a_hostile_identifier_stays_inside_the_store(
     assert len(save.key) < 200
 
 
-def test_its_manifest_outlives_a_rule_on_age(
+def test_manifest_is_renewed_before_expiry(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     renew_often(monkeypatch)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is Azure's own; what every store must do is in the contract."""
+"""Azure's specifics. The contract suite tests what every store must do."""
 
 import base64
 import os
@@ -49,7 +49,7 @@ def credentials(found: CloudPlan) -> dict[str, Any]:
     return {name: found.config[name] for name in names if name in found.config}
 
 
-def test_an_account_and_its_key() -> None:
+def test_account_name_and_key_are_used() -> None:
     found = planned(**NAMED, account_key=KEY, anon=None)
     assert (found.bucket, found.prefix) == ("container", "a/prefix")
     assert found.client == {"allow_http": False}
@@ -70,14 +70,14 @@ def test_an_account_and_its_key() -> None:
         {"account_name": "account", "account_key": KEY, "azure_endpoint": "https://blobs.example"},
     ],
 )
-def test_obstores_names_say_the_same(options: dict[str, Any]) -> None:
+def test_obstores_option_names_are_accepted(options: dict[str, Any]) -> None:
     endpoint = "" if "azure_storage_account_name" in options else "https://blobs.example"
     found = planned(**options)
     assert found.config.get("endpoint", "") == endpoint
     assert (found.config["account_name"], found.config["account_key"]) == ("account", KEY)
 
 
-def test_an_identity_is_handed_on() -> None:
+def test_identity_options_choose_the_credential_type() -> None:
     found = planned(**NAMED, client_id="c", authority_host="https://login.example", token="t")
     assert credentials(found) == {"token": "t", "credential_type": "bearer_token"}
     assert found.config["authority_host"] == "https://login.example"
@@ -97,7 +97,7 @@ def test_an_identity_is_handed_on() -> None:
         ("az://container@account.dfs.core.example.cn/x", "https://account.blob.core.example.cn"),
     ],
 )
-def test_a_url_may_name_the_account(url: str, endpoint: str | None) -> None:
+def test_url_may_name_the_account(url: str, endpoint: str | None) -> None:
     found = planned(url, sas_token="?sv=1&sig=2")
     assert (found.bucket, found.prefix) == ("container", "x")
     assert found.config["account_name"] == "account"
@@ -105,7 +105,7 @@ def test_a_url_may_name_the_account(url: str, endpoint: str | None) -> None:
     assert credentials(found) == {"sas_key": "sv=1&sig=2", "credential_type": "sas_token"}
 
 
-def test_a_connection_string_says_it_all() -> None:
+def test_connection_string_sets_endpoint_and_credentials() -> None:
     found = planned(
         connection_string=f"DefaultEndpointsProtocol=https;AccountName=account;AccountKey={KEY};"
         "EndpointSuffix=core.example.us"
@@ -121,7 +121,7 @@ def test_a_connection_string_says_it_all() -> None:
     assert credentials(found) == {"sas_key": "sv=1&sig=2", "credential_type": "sas_token"}
 
 
-def test_a_service_says_who_it_is() -> None:
+def test_client_secret_is_used_and_never_shown() -> None:
     found = planned(**NAMED, client_id="c", tenant_id="t", client_secret="hidden")
     assert credentials(found) == {"credential_type": "client_secret"}
     assert found.config["client_secret"] == "hidden"
@@ -132,13 +132,13 @@ def test_a_service_says_who_it_is() -> None:
     assert "hidden" not in str(caught.value)
 
 
-def test_a_key_that_is_none_is_refused() -> None:
+def test_invalid_account_key_is_refused() -> None:
     config = StoreConfig(url=URL, storage_options={**NAMED, "account_key": "hid"})
     with pytest.raises(ConfigError, match="storage_options: obstore .* Invalid Access Key"):
         open_store(config, PATH)
 
 
-def test_written_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", f"AccountName=env;AccountKey={HIDDEN}")
     assert planned().config["account_name"] == "env"
     assert credentials(planned()) == {"account_key": HIDDEN, "credential_type": "access_key"}
@@ -154,7 +154,7 @@ def test_written_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatc
     }
 
 
-def test_anonymous_is_for_those_without_credentials() -> None:
+def test_anon_is_ignored_if_credentials_are_given() -> None:
     assert planned(**NAMED, anon=True).config["skip_signature"] is True
     assert planned(**NAMED, anon=True, account_key=KEY).config["skip_signature"] is False
 
@@ -167,7 +167,7 @@ def test_anonymous_is_for_those_without_credentials() -> None:
         ({"read_timeout": 3}, "read_timeout"),
     ],
 )
-def test_what_only_adlfs_knows_takes_the_other_road(options: dict[str, Any], reason: str) -> None:
+def test_options_only_adlfs_knows_select_fsspec(options: dict[str, Any], reason: str) -> None:
     config = StoreConfig(url=URL, storage_options={**NAMED, **options})
     assert plan(config, PATH) == f"obstore has no option {reason}"
 
@@ -196,12 +196,12 @@ def test_what_only_adlfs_knows_takes_the_other_road(options: dict[str, Any], rea
         ),
     ],
 )
-def test_a_wrong_option_is_named(url: str, options: dict[str, Any], sentence: str) -> None:
+def test_wrong_option_is_named(url: str, options: dict[str, Any], sentence: str) -> None:
     assert refusal(url, **options).startswith(f"{PATH}.{sentence}")
 
 
-def test_accounts_are_stores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one host keeps of a container must not be taken for another account's."""
+def test_store_id_depends_on_the_account(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host's cached objects must not be taken for those of another account."""
 
     def store_id(url: str = "az://container/x", **options: object) -> str:
         return StoreConfig(url=url, storage_options=options).store_id()
@@ -224,7 +224,7 @@ def test_accounts_are_stores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert store_id(account_name=3) != one  # refused elsewhere
 
 
-def test_secrets_reach_no_log() -> None:
+def test_secrets_are_not_in_reprs() -> None:
     hidden = {
         "account_key": "hidden1",
         "sas_token": "hidden2",
@@ -237,7 +237,7 @@ def test_secrets_reach_no_log() -> None:
 
 
 @pytest.mark.azure
-async def test_a_real_server_tells_what_is_wrong(azurite: Azurite) -> None:
+async def test_azurite_errors_name_the_problem(azurite: Azurite) -> None:
     wrong_key = azure_config(
         azurite,
         connection_string=azurite.storage_options()["connection_string"].replace(KEY, HIDDEN),
@@ -268,7 +268,7 @@ async def test_a_real_server_tells_what_is_wrong(azurite: Azurite) -> None:
 
 
 @pytest.mark.azure
-async def test_two_accounts_hold_different_objects(azurite: Azurite) -> None:
+async def test_two_accounts_hold_separate_objects(azurite: Azurite) -> None:
     key = object_key(Kind.EC, "0" * 32, "an object")
     url = f"az://{CONTAINER}/accounts"
     one = open_store(azure_config(azurite, url), "options")
@@ -292,10 +292,10 @@ async def test_two_accounts_hold_different_objects(azurite: Azurite) -> None:
         ("PublicAccessNotPermitted", StoreDenied),
     ],
 )
-async def test_not_every_conflict_means_that_the_object_is_there(
+async def test_conflict_code_decides_if_the_object_exists(
     code: str, error: type[Exception] | None
 ) -> None:
-    """No server that can be had says these; Azure's list of error codes does."""
+    """The codes are from Azure's documentation; no emulator returns them."""
     with serving(lambda asked: asked.say_error(409, code)) as server:
         text = f"AccountName=account;AccountKey={KEY};BlobEndpoint={server.endpoint}/account"
         config = StoreConfig(url=URL, storage_options={"connection_string": text})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is Google's own; what every store must do is in the contract."""
+"""Google's specifics. The contract suite tests what every store must do."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def refusal(url: str = URL, **options: Any) -> str:
     return str(caught.value)
 
 
-def test_plain_google() -> None:
+def test_default_options_use_googles_service() -> None:
     spelt_out = planned(token="google_default", project="p")
     for found in (planned(), spelt_out):
         assert (found.bucket, found.prefix) == ("bucket", "a/prefix")
@@ -50,7 +50,7 @@ def test_plain_google() -> None:
         assert found.client == {"allow_http": False}
 
 
-def test_an_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emulator_is_used_if_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     found = planned(endpoint_url="http://localhost:1/", token="anon")
     assert found.config == {"skip_signature": True, "base_url": "http://localhost:1"}
     assert found.client == {"allow_http": True}
@@ -58,7 +58,7 @@ def test_an_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
     assert planned().config["base_url"] == "http://localhost:2"
 
 
-def test_a_token_is_a_file_an_account_or_itself(tmp_path: Path) -> None:
+def test_token_may_be_a_file_an_account_or_a_bearer_token(tmp_path: Path) -> None:
     file = tmp_path / "account.json"
     file.write_text(json.dumps(SERVICE))
     assert planned(token=str(file)).config["service_account"] == str(file)
@@ -72,7 +72,7 @@ def test_a_token_is_a_file_an_account_or_itself(tmp_path: Path) -> None:
         assert "hidden" not in repr(found)
 
 
-def test_obstores_names_say_the_same() -> None:
+def test_obstores_option_names_are_accepted() -> None:
     found = planned(google_service_account="/account.json", base_url="https://google.example")
     assert found.config["service_account"] == "/account.json"
     assert found.config["base_url"] == "https://google.example"
@@ -94,14 +94,14 @@ def test_obstores_names_say_the_same() -> None:
         ({"token": "browser"}, "only gcsfs knows the token 'browser'"),
     ],
 )
-def test_what_only_gcsfs_knows_takes_the_other_road(options: dict[str, Any], reason: str) -> None:
+def test_options_only_gcsfs_knows_select_fsspec(options: dict[str, Any], reason: str) -> None:
     found = plan(StoreConfig(url=URL, storage_options=options), PATH)
     assert isinstance(found, str)
     assert found.startswith(reason)
 
 
 @pytest.mark.parametrize("token", ["/no/such", "no_such.json", '{"type": "external_account"}', "{"])
-def test_a_token_that_obstore_cannot_use_is_a_sentence(token: str) -> None:
+def test_unusable_token_is_a_config_error(token: str) -> None:
     with pytest.raises(ConfigError, match="storage_options: obstore cannot use them: Generic GCS"):
         open_store(StoreConfig(url=URL, storage_options={"token": token}), PATH)
 
@@ -119,11 +119,11 @@ def test_a_token_that_obstore_cannot_use_is_a_sentence(token: str) -> None:
         ("gs://bucket/../x", {}, "url: the prefix '../x' has an empty or dotted level"),
     ],
 )
-def test_a_wrong_option_is_named(url: str, options: dict[str, Any], sentence: str) -> None:
+def test_wrong_option_is_named(url: str, options: dict[str, Any], sentence: str) -> None:
     assert refusal(url, **options).startswith(f"{PATH}.{sentence}")
 
 
-def test_an_account_that_obstore_cannot_use_is_a_sentence() -> None:
+def test_unusable_account_is_a_config_error_without_secrets() -> None:
     config = StoreConfig(url=URL, storage_options={"token": json.dumps(SERVICE)})
     with pytest.raises(ConfigError) as caught:
         open_store(config, PATH)
@@ -131,7 +131,7 @@ def test_an_account_that_obstore_cannot_use_is_a_sentence() -> None:
     assert "hidden" not in str(caught.value)
 
 
-def test_a_stores_id_knows_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_id_depends_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
     def store_id(**options: object) -> str:
         return StoreConfig(url="gs://bucket/x", storage_options=options).store_id()
 
@@ -141,7 +141,7 @@ def test_a_stores_id_knows_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None
     assert store_id() == store_id(endpoint_url="http://one")
 
 
-async def test_every_request_carries_the_token_and_an_anonymous_one_none(gcs: GCS) -> None:
+async def test_every_request_carries_the_token_unless_anonymous(gcs: GCS) -> None:
     key = object_key(Kind.EC, "0" * 32, "an object")
     for token, header in (("t-1", "Bearer t-1"), ("anon", None)):
         store = open_store(gcs_config(gcs, token=token), "options")
@@ -154,7 +154,7 @@ async def test_every_request_carries_the_token_and_an_anonymous_one_none(gcs: GC
         gcs.asked.clear()
 
 
-async def test_what_the_server_answers_is_mapped(gcs: GCS) -> None:
+async def test_server_errors_are_mapped(gcs: GCS) -> None:
     store = open_store(gcs_config(gcs, "gs://nothing/x"), "options")
     with pytest.raises(StoreUnavailable, match="the bucket does not exist"):
         await probe(store, write=True)
@@ -166,7 +166,7 @@ async def test_what_the_server_answers_is_mapped(gcs: GCS) -> None:
     await store.close()
 
 
-async def test_many_are_deleted_though_some_are_missing(gcs: GCS) -> None:
+async def test_delete_of_many_keys_ignores_missing_ones(gcs: GCS) -> None:
     store = open_store(gcs_config(gcs), "options")
     keys = [object_key(Kind.EC, "0" * 32, str(n)) for n in range(40)]
     await store.put(keys[-1], b"x")

@@ -16,7 +16,7 @@ KEYS = {"key": "k", "secret": "s"}
 
 @pytest.fixture(autouse=True)
 def bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No credentials anywhere, and none asked for over the network."""
+    """Remove all credentials, and disable the network lookup of them."""
     for name in os.environ:
         if name.startswith("AWS_"):
             monkeypatch.delenv(name)
@@ -43,7 +43,7 @@ def credentials(found: CloudPlan) -> tuple[Any, ...]:
     return given["access_key_id"], given["secret_access_key"], given["token"]
 
 
-def test_plain_aws() -> None:
+def test_default_options_use_aws() -> None:
     found = planned(**KEYS)
     assert (found.bucket, found.prefix) == ("bucket", "a/prefix")
     assert credentials(found) == ("k", "s", None)
@@ -56,7 +56,7 @@ def test_plain_aws() -> None:
     }
 
 
-def test_a_server_of_ones_own() -> None:
+def test_custom_endpoint_uses_path_style_requests() -> None:
     found = planned(**KEYS, token="t", endpoint_url="https://minio:9000/")
     assert credentials(found) == ("k", "s", "t")
     assert found.config["aws_endpoint_url_s3"] == "https://minio:9000"
@@ -97,7 +97,7 @@ SAME = [
 
 
 @pytest.mark.parametrize("options", SAME)
-def test_s3fs_and_obstores_names_say_the_same(options: dict[str, Any]) -> None:
+def test_s3fs_and_obstore_option_names_are_equivalent(options: dict[str, Any]) -> None:
     found = planned(**options)
     assert credentials(found) == ("k", "s", "t")
     assert found.client == {"allow_http": True, "allow_invalid_certificates": True}
@@ -125,20 +125,18 @@ def test_s3fs_and_obstores_names_say_the_same(options: dict[str, Any]) -> None:
         ("http://127.0.0.1.evil.com", False),
     ],
 )
-def test_a_body_goes_unsigned_only_where_nobody_can_change_it(
-    endpoint: str, unsigned: bool
-) -> None:
+def test_payload_is_unsigned_only_over_tls_or_loopback(endpoint: str, unsigned: bool) -> None:
     assert planned(**KEYS, endpoint_url=endpoint).config["unsigned_payload"] is unsigned
 
 
 @pytest.mark.parametrize("unsigned", [False, True])
-def test_the_user_decides_about_signing(unsigned: bool) -> None:
+def test_unsigned_payload_option_overrides_the_default(unsigned: bool) -> None:
     for endpoint in ("http://minio", "https://minio"):
         config = planned(**KEYS, endpoint=endpoint, unsigned_payload=unsigned).config
         assert config["unsigned_payload"] is unsigned
 
 
-def test_a_bucket_with_dots_is_asked_for_by_path() -> None:
+def test_bucket_with_dots_uses_path_style_requests() -> None:
     assert not planned("s3://my.bucket", **KEYS).config["virtual_hosted_style_request"]
 
 
@@ -148,7 +146,7 @@ def test_anonymous_needs_no_credentials() -> None:
     assert found.config["skip_signature"] is True
 
 
-def test_the_environment_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "ek")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "es")
     monkeypatch.setenv("AWS_SESSION_TOKEN", "et")
@@ -160,7 +158,7 @@ def test_the_environment_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.config["aws_endpoint_url_s3"] == "https://from.env"
 
 
-def test_written_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "ek")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "es")
     monkeypatch.setenv("AWS_SESSION_TOKEN", "et")
@@ -172,7 +170,9 @@ def test_written_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatc
     assert found.config["region"] == "r"
 
 
-def test_a_profile_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_is_read_from_aws_config_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "credentials").write_text(
         "[default]\naws_access_key_id = dk\naws_secret_access_key = ds\n"
         "[team]\naws_access_key_id = tk\naws_secret_access_key = ts\n"
@@ -200,7 +200,7 @@ s3 =
 """
 
 
-def test_a_profile_may_name_a_section_of_services(
+def test_profile_may_refer_to_a_services_section(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config").write_text(SERVICES)
@@ -217,7 +217,7 @@ def test_a_profile_may_name_a_section_of_services(
 def test_configured_endpoints_can_be_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_profile: bool
 ) -> None:
-    """Also by obstore, which looks into the environment itself."""
+    """Also for obstore, which reads the environment itself."""
     text = SERVICES
     if by_profile:
         text = text.replace("services = ours", "ignore_configured_endpoint_urls = true")
@@ -239,13 +239,13 @@ def _with_env(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> CloudPl
     return planned()
 
 
-def test_no_credentials_is_one_sentence() -> None:
+def test_missing_credentials_are_one_sentence() -> None:
     sentence = refusal()
     assert sentence.startswith(f"{PATH}.storage_options: no S3 credentials; set AWS_ACCESS_KEY_ID")
     assert refusal(profile="nobody").startswith(f"{PATH}.storage_options: no S3 credentials: ")
 
 
-def test_a_profile_needs_botocore(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_needs_botocore(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("botocore", "botocore.exceptions", "botocore.session"):
         monkeypatch.setitem(sys.modules, module, None)
     assert refusal(profile="team") == (
@@ -255,13 +255,13 @@ def test_a_profile_needs_botocore(monkeypatch: pytest.MonkeyPatch) -> None:
     assert planned().credentials is None  # obstore searches by itself
 
 
-def test_half_a_credential_is_refused() -> None:
+def test_key_without_secret_is_refused() -> None:
     assert refusal(access_key_id="k").startswith(f"{PATH}.storage_options.secret: missing")
     assert refusal(key="k").startswith(f"{PATH}.storage_options.secret: missing")
     assert refusal(secret="s").startswith(f"{PATH}.storage_options.key: missing")
 
 
-def test_certificates_come_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_certificates_are_read_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pem = b"-----BEGIN CERTIFICATE-----\nMA==\n-----END CERTIFICATE-----\n"
     (tmp_path / "ca.pem").write_bytes(pem)
     found = planned(**KEYS, client_kwargs={"verify": str(tmp_path / "ca.pem")})
@@ -287,13 +287,13 @@ def test_certificates_come_from_a_file(tmp_path: Path, monkeypatch: pytest.Monke
         ({"config_kwargs": {"signature_version": "s3"}}, "config_kwargs.signature_version"),
     ],
 )
-def test_what_only_s3fs_knows_takes_the_other_road(options: dict[str, Any], reason: str) -> None:
+def test_options_only_s3fs_knows_select_fsspec(options: dict[str, Any], reason: str) -> None:
     found = plan(StoreConfig(url="s3://bucket", storage_options={**KEYS, **options}), PATH)
     assert isinstance(found, str)
     assert f"obstore has no option {reason}" in found
 
 
-def test_a_prefix_that_obstore_would_write_otherwise_takes_the_other_road() -> None:
+def test_prefix_that_obstore_would_encode_selects_fsspec() -> None:
     found = plan(StoreConfig(url="s3://bucket/a b*c", storage_options=KEYS), PATH)
     assert found == "the prefix has characters that obstore would encode"
 
@@ -324,27 +324,27 @@ def test_a_prefix_that_obstore_would_write_otherwise_takes_the_other_road() -> N
         ({"verify": "a\0b"}, ".verify: no certificates can be read from 'a"),
     ],
 )
-def test_a_wrong_option_is_named(options: dict[str, Any], sentence: str) -> None:
+def test_wrong_option_is_named(options: dict[str, Any], sentence: str) -> None:
     assert refusal(**{**KEYS, **options}).startswith(f"{PATH}.storage_options{sentence}")
 
 
 @pytest.mark.parametrize(
     "url", ["s3://", "s3:///x", "s3://b", "s3://key:secret@bucket", "s3://a b"]
 )
-def test_a_url_without_a_bucket_is_refused(url: str) -> None:
+def test_url_without_a_bucket_is_refused(url: str) -> None:
     assert refusal(url, **KEYS).startswith(f"{PATH}.url: ")
 
 
 @pytest.mark.parametrize("url", ["s3://key:hidden@bucket/x", "s3://key:hid/hidden@bucket/x"])
-def test_a_refusal_names_no_secret_of_a_url(url: str) -> None:
+def test_refusal_contains_no_secret_of_a_url(url: str) -> None:
     assert "hidden" not in refusal(url, **KEYS)
     assert "hidden" not in refusal(**KEYS, endpoint_url="ftp://key:hidden@minio")
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/a//b", "s3://bucket/../x", "s3://bucket/./x"])
-def test_an_odd_prefix_is_refused(url: str) -> None:
+def test_prefix_with_an_empty_or_dotted_level_is_refused(url: str) -> None:
     assert "empty or dotted level" in refusal(url, **KEYS)
 
 
-def test_a_plan_shows_no_secret() -> None:
+def test_secrets_are_not_in_the_plans_repr() -> None:
     assert "hidden" not in repr(planned(key="hidden1", secret="hidden2", token="hidden3"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is obstore's own; what every store must do is in the contract."""
+"""obstore's specifics. The contract suite tests what every store must do."""
 
 import asyncio
 import contextlib
@@ -37,8 +37,8 @@ LIMIT = 1 << 30
 OTHER = object_key(Kind.EC, "0" * 32, "another")
 
 
-def test_every_exception_of_obstore_has_a_meaning() -> None:
-    """A new release may bring a new one."""
+def test_every_obstore_exception_is_mapped() -> None:
+    """A new release of obstore may add one."""
     known = {each for _, each in inspect.getmembers(foreign, inspect.isclass)}
     assert known - {foreign.BaseError} <= set(MEANING)
 
@@ -48,7 +48,7 @@ Serve = Callable[[Callable[[Asked], None]], tuple[Scripted, ObjectStore]]
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """A server that answers by a function, and a store on it."""
+    """Start servers that respond by a function, and open stores on them."""
     with contextlib.ExitStack() as servers:
 
         def start(answer: Callable[[Asked], None]) -> tuple[Scripted, ObjectStore]:
@@ -64,15 +64,15 @@ def store_at(endpoint: str, io_timeout_s: float = 20.0, **options: Any) -> Objec
     return open_store(config, "options")
 
 
-pytestmark = pytest.mark.s3  # sockets, all of it
+pytestmark = pytest.mark.s3  # all of them need sockets
 
 
 @pytest.mark.parametrize("num_bytes", [0, 4, 12 << 20])
-async def test_an_object_costs_one_request(
+async def test_get_costs_one_request(
     serve: Serve, num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No HEAD first, and none after; nor pieces, where the connection is fast."""
-    monkeypatch.setattr(cloud, "SLOW_S", math.inf)  # on a crowded machine none is fast
+    """There is no HEAD request, and no range request if the connection is fast."""
+    monkeypatch.setattr(cloud, "SLOW_S", math.inf)  # on a busy machine no connection is fast
     body = os.urandom(num_bytes)
     server, store = serve(lambda asked: asked.say(200, body, etag='"e"', **DATED))
     assert await read(store, KEY, LIMIT) == body
@@ -82,7 +82,7 @@ async def test_an_object_costs_one_request(
 
 
 class Slow:
-    """Answers like a store that caps each connection."""
+    """Responds like a store that limits the speed of each connection."""
 
     def __init__(self, body: bytes) -> None:
         self.body = body
@@ -107,7 +107,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
     return Slow(os.urandom(2 * PIECE_BYTES + (5 << 20)))
 
 
-async def test_the_rest_of_a_slow_object_comes_in_pieces(serve: Serve, slow: Slow) -> None:
+async def test_rest_of_a_slow_object_is_fetched_in_ranges(serve: Serve, slow: Slow) -> None:
     server, store = serve(slow)
     assert await read(store, KEY, LIMIT) == slow.body
     ranges = sorted(int(h["range"][6:].split("-")[0]) for _, h in server.asked if "range" in h)
@@ -116,7 +116,7 @@ async def test_the_rest_of_a_slow_object_comes_in_pieces(serve: Serve, slow: Slo
     assert len(ranges) == -(-(len(slow.body) - ranges[0]) // PIECE_BYTES)
 
 
-async def test_when_a_piece_fails_the_others_are_not_fetched(serve: Serve, slow: Slow) -> None:
+async def test_failed_range_stops_the_others(serve: Serve, slow: Slow) -> None:
     slow.body = bytes(40 * PIECE_BYTES)
     slow.total = len(slow.body)
 
@@ -129,12 +129,12 @@ async def test_when_a_piece_fails_the_others_are_not_fetched(serve: Serve, slow:
     server, store = serve(answer)
     with pytest.raises(StoreDenied):
         await read(store, KEY, LIMIT)
-    assert len(asyncio.all_tasks()) == 1, "nothing but this goes on"
+    assert len(asyncio.all_tasks()) == 1, "no other task is left"
     assert len(server.asked) <= 1 + 2 * cloud.PIECES
 
 
 @pytest.mark.parametrize("changed", ["size", "version"])
-async def test_an_object_that_changes_between_its_pieces_is_refused(
+async def test_object_that_changes_between_ranges_is_refused(
     serve: Serve, slow: Slow, changed: str
 ) -> None:
     if changed == "size":
@@ -146,10 +146,8 @@ async def test_an_object_that_changes_between_its_pieces_is_refused(
         await read(store, KEY, LIMIT)
 
 
-async def test_a_slow_server_without_ranges_is_asked_for_all_and_without_them_from_then_on(
-    serve: Serve, slow: Slow
-) -> None:
-    """The first object, too, comes whole, and each byte of it once."""
+async def test_slow_server_without_range_support_is_read_whole(serve: Serve, slow: Slow) -> None:
+    """The first object arrives whole, too, with each byte once; later ones in one request."""
     slow.takes_ranges = False
     server, store = serve(slow)
     sink = Listener(LIMIT)
@@ -161,7 +159,7 @@ async def test_a_slow_server_without_ranges_is_asked_for_all_and_without_them_fr
     assert sum("range" not in headers for _, headers in server.asked) == 4
 
 
-async def test_an_object_that_changes_before_it_is_asked_for_again_is_refused(
+async def test_object_that_changes_before_the_second_request_is_refused(
     serve: Serve, slow: Slow
 ) -> None:
     slow.takes_ranges = False
@@ -185,7 +183,7 @@ async def test_an_object_that_changes_before_it_is_asked_for_again_is_refused(
     ],
 )
 @pytest.mark.parametrize("status", [400, 501])
-async def test_a_server_gets_the_puts_it_understands(
+async def test_refused_put_headers_are_left_out_from_then_on(
     serve: Serve, refused: set[str], kept: set[str], status: int
 ) -> None:
     def answer(asked: Asked) -> None:
@@ -198,14 +196,14 @@ async def test_a_server_gets_the_puts_it_understands(
     assert await store.put(KEY, b"body")
     del server.asked[:]
     assert await store.put(OTHER, b"body")
-    ((method, headers),) = server.asked  # the lesson is remembered
+    ((method, headers),) = server.asked  # the refusal is remembered
     assert method == "PUT"
     assert kept <= set(headers)
     assert not refused & set(headers)
     assert store.creates_once is ("if-none-match" in kept)
 
 
-async def test_a_put_that_no_server_would_take_fails_and_teaches_nothing(serve: Serve) -> None:
+async def test_put_refused_in_every_form_changes_no_later_put(serve: Serve) -> None:
     statuses = [400, 400, 400, 200]
 
     def answer(asked: Asked) -> None:
@@ -223,8 +221,8 @@ async def test_a_put_that_no_server_would_take_fails_and_teaches_nothing(serve: 
 
 
 @pytest.mark.parametrize("code", ["BadDigest", "IncompleteBody", "RequestTimeout"])
-async def test_a_body_that_broke_on_its_way_teaches_nothing(serve: Serve, code: str) -> None:
-    """Or one bit flipped in one upload would turn the checksums off for good."""
+async def test_put_damaged_in_transit_changes_no_later_put(serve: Serve, code: str) -> None:
+    """Otherwise one flipped bit in one upload would disable checksums for good."""
     errors = [code]
 
     def answer(asked: Asked) -> None:
@@ -240,7 +238,7 @@ async def test_a_body_that_broke_on_its_way_teaches_nothing(serve: Serve, code: 
     assert all("x-amz-checksum-crc64nvme" in headers for _, headers in server.asked)
 
 
-async def test_a_body_is_sent_unsigned_to_this_host(serve: Serve) -> None:
+async def test_put_to_loopback_has_an_unsigned_payload(serve: Serve) -> None:
     server, store = serve(lambda asked: asked.say(200, etag='"e"'))
     await store.put(KEY, b"body")
     assert server.asked[0][1]["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
@@ -263,7 +261,7 @@ async def test_a_body_is_sent_unsigned_to_this_host(serve: Serve) -> None:
         (507, "InsufficientStorage", StoreUnavailable),
     ],
 )
-async def test_what_the_server_answers_is_mapped(
+async def test_server_errors_are_mapped(
     serve: Serve, status: int, code: str, error: type[Exception]
 ) -> None:
     _, store = serve(lambda asked: asked.say_error(status, code))
@@ -279,7 +277,7 @@ async def test_what_the_server_answers_is_mapped(
         assert len(str(caught.value)) < 400
 
 
-async def test_the_words_of_a_server_are_masked(serve: Serve) -> None:
+async def test_secrets_in_server_messages_are_masked(serve: Serve) -> None:
     body = b"<Error><Code>AccessDenied</Code><Message>Not with sig=hidden.</Message></Error>"
     _, store = serve(lambda asked: asked.say(403, body))
     with pytest.raises(StoreDenied, match=r"sig=\*\*\*") as caught:
@@ -287,8 +285,8 @@ async def test_the_words_of_a_server_are_masked(serve: Serve) -> None:
     assert "hidden" not in str(caught.value)
 
 
-async def test_an_object_in_an_archive_concerns_no_other(serve: Serve) -> None:
-    """S3 has moved it to a class from which it cannot be read at once."""
+async def test_archived_object_is_corrupt_not_a_store_failure(serve: Serve) -> None:
+    """S3 has moved it to a storage class from which it cannot be read at once."""
     _, store = serve(lambda asked: asked.say_error(403, "InvalidObjectState"))
     with pytest.raises(ObjectCorrupt, match=KEY):
         await read(store, KEY, LIMIT)
@@ -303,7 +301,7 @@ async def test_only_a_missing_object_is_a_miss(serve: Serve) -> None:
             await store.exists([KEY])
 
 
-async def test_nobody_there_is_unavailable_and_soon() -> None:
+async def test_refused_connection_is_store_unavailable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     store = store_at(f"http://127.0.0.1:{port}")
@@ -311,14 +309,14 @@ async def test_nobody_there_is_unavailable_and_soon() -> None:
         await read(store, KEY, LIMIT)
 
 
-async def test_a_server_that_hangs_is_unavailable() -> None:
+async def test_hanging_server_is_store_unavailable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         store = store_at(f"http://127.0.0.1:{server.getsockname()[1]}", io_timeout_s=0.3)
         with pytest.raises(StoreUnavailable):
             await read(store, KEY, LIMIT)
         with pytest.raises(StoreUnavailable):
             await store.put(KEY, b"x")
-        # No thread is left behind either: the client hangs up.
+        # The client closes its connection, so no thread is left.
         connection, _ = server.accept()
         connection.settimeout(10)
         with connection:
@@ -326,7 +324,7 @@ async def test_a_server_that_hangs_is_unavailable() -> None:
                 pass
 
 
-async def test_encryption_is_asked_for_with_obstores_names() -> None:
+async def test_encryption_options_are_sent_as_headers() -> None:
     with serving(lambda asked: asked.say(200, ETag='"x"')) as server:
         options: dict[str, Any] = {
             "aws_server_side_encryption": "aws:kms",
@@ -340,13 +338,13 @@ async def test_encryption_is_asked_for_with_obstores_names() -> None:
     assert headers["x-amz-server-side-encryption-aws-kms-key-id"] == "of-the-team"
 
 
-async def test_what_obstore_refuses_is_one_sentence() -> None:
+async def test_option_refused_by_obstore_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="storage_options: obstore cannot use them") as caught:
         store_at("http://127.0.0.1:9", server_side_encryption="nonsense")
     assert "hidden" not in str(caught.value)
 
 
-async def test_a_real_server_tells_what_is_wrong(seaweedfs: Bucket) -> None:
+async def test_seaweedfs_errors_name_the_problem(seaweedfs: Bucket) -> None:
     good = open_store(seaweedfs.config(), "options")
     await probe(good, write=True)
     wrong_secret = open_store(seaweedfs.config(secret="wrong"), "options")
@@ -362,7 +360,7 @@ async def test_a_real_server_tells_what_is_wrong(seaweedfs: Bucket) -> None:
         await store.close()
 
 
-async def test_credentials_of_the_environment_open_a_real_server(
+async def test_credentials_from_the_environment_open_a_real_server(
     seaweedfs: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = seaweedfs.storage_options
@@ -375,7 +373,7 @@ async def test_credentials_of_the_environment_open_a_real_server(
     await store.close()
 
 
-async def test_obstores_names_and_s3fs_names_meet_in_the_same_objects(seaweedfs: Bucket) -> None:
+async def test_obstore_and_s3fs_option_names_open_the_same_store(seaweedfs: Bucket) -> None:
     config = seaweedfs.config()
     own = {str(S3.read_as(name)): value for name, value in flat(config.storage_options).items()}
     assert own.keys() >= {"access_key_id", "secret_access_key", "endpoint"}
@@ -388,7 +386,7 @@ async def test_obstores_names_and_s3fs_names_meet_in_the_same_objects(seaweedfs:
     await other.close()
 
 
-async def test_both_roads_meet_in_the_same_objects(seaweedfs: Bucket) -> None:
+async def test_obstore_and_s3fs_read_each_others_objects(seaweedfs: Bucket) -> None:
     config = seaweedfs.config()
     general = {**config.storage_options, "s3_additional_kwargs": {}}
     fast = open_store(config, "options")

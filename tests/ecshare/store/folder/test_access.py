@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who else may read and write what a store keeps in a folder."""
+"""Access of other users to a folder store."""
 
 import asyncio
 import os
@@ -71,7 +71,7 @@ def folders(root: Path) -> list[Path]:
 @pytest.mark.parametrize(
     ("access", "of_folders", "of_objects"), [("user", 0o700, 0o400), ("group", 0o2770, 0o440)]
 )
-def test_what_is_made_has_its_mode_whatever_the_umask(
+def test_modes_of_new_files_and_folders_ignore_the_umask(
     tmp_path: Path, access: str, of_folders: int, of_objects: int
 ) -> None:
     root = tmp_path / "new" / "store"
@@ -97,7 +97,7 @@ def test_what_is_made_has_its_mode_whatever_the_umask(
         ("group", 0o700, "run: chgrp GROUP {root} && chmod 2770 {root}"),
     ],
 )
-def test_a_folder_that_is_there_keeps_its_mode_and_is_spoken_of(
+def test_existing_folder_keeps_its_mode_and_is_warned_about(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, access: str, given: int, said: str
 ) -> None:
     root = tmp_path / "store"
@@ -110,7 +110,7 @@ def test_a_folder_that_is_there_keeps_its_mode_and_is_spoken_of(
     assert said.format(root=root) in "".join(warned)
 
 
-def test_objects_of_earlier_releases_are_as_good_as_others(tmp_path: Path) -> None:
+def test_objects_of_earlier_releases_remain_usable(tmp_path: Path) -> None:
     root = tmp_path / "store"
     for folder in folders(root):
         folder.mkdir(mode=0o755)
@@ -124,10 +124,10 @@ def test_objects_of_earlier_releases_are_as_good_as_others(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("level", range(len(LEVELS)))
 @pytest.mark.parametrize("work", [put, delete])
-def test_links_that_somebody_has_laid_lead_nowhere(
+def test_planted_symbolic_links_are_not_followed(
     tmp_path: Path, level: int, work: Callable[[Path], object]
 ) -> None:
-    """Nothing is written, nor removed, where they lead to."""
+    """Nothing is written or removed at their targets."""
     root, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
     theirs = elsewhere.joinpath(*LEVELS[level + 1 :], KEY.rpartition("/")[2])
     link = root.joinpath(*LEVELS[: level + 1])
@@ -144,7 +144,7 @@ def test_links_that_somebody_has_laid_lead_nowhere(
     assert [path for path in elsewhere.rglob("*") if path.is_file()] == [theirs] * theirs.exists()
 
 
-def test_the_root_itself_may_be_a_link(tmp_path: Path) -> None:
+def test_root_may_be_a_symbolic_link(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir(mode=0o700)
     (tmp_path / "store").symlink_to(tmp_path / "disk")
     assert put(tmp_path / "store")
@@ -152,7 +152,7 @@ def test_the_root_itself_may_be_a_link(tmp_path: Path) -> None:
 
 
 @needs_root
-def test_other_users_find_nothing(place: Path) -> None:
+def test_other_users_have_no_access(place: Path) -> None:
     root = place / "store"
     assert as_user(OWNER, lambda: put(root)) is True
     refusal = as_user(OTHER, lambda: get(root))
@@ -163,7 +163,7 @@ def test_other_users_find_nothing(place: Path) -> None:
 
 
 @needs_root
-def test_users_of_a_group_share_a_folder_and_strangers_do_not(place: Path) -> None:
+def test_group_folder_is_shared_by_its_group_only(place: Path) -> None:
     root = place / "store"
     root.mkdir()
     os.chown(root, 0, GROUP)
@@ -177,7 +177,7 @@ def test_users_of_a_group_share_a_folder_and_strangers_do_not(place: Path) -> No
     assert {path.stat().st_gid for path in (*folders(root), root / KEY)} == {GROUP}
     assert shared(OTHER, get) == BODY
     assert shared(OTHER, put) is False
-    assert shared(OTHER, delete) is None, "a damaged one makes room for a good one"
+    assert shared(OTHER, delete) is None, "users of the group may remove damaged objects"
     assert shared(OTHER, put) is True
     assert shared(OWNER, get) == BODY
     for work in (get, put, delete):

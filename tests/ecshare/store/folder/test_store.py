@@ -39,16 +39,14 @@ def files(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
 
 
-async def test_an_object_is_one_plain_file_of_that_name(
-    store: DirectoryStore, tmp_path: Path
-) -> None:
+async def test_object_is_one_file_named_by_its_key(store: DirectoryStore, tmp_path: Path) -> None:
     await store.put(KEY, b"body")
     assert files(tmp_path / "store") == [KEY]
     assert (tmp_path / "store" / KEY).read_bytes() == b"body"
 
 
 @pytest.mark.parametrize(("is_shared", "mode"), [(False, 0o400), (True, 0o440)])
-async def test_an_object_is_for_its_user_or_group_to_read(
+async def test_object_is_readable_by_its_user_or_group(
     tmp_path: Path, is_shared: bool, mode: int
 ) -> None:
     store = DirectoryStore.open(f"{tmp_path}/store", "options.url", is_shared=is_shared)
@@ -59,7 +57,7 @@ async def test_an_object_is_for_its_user_or_group_to_read(
     assert files(stored.parent) == [stored.name]
 
 
-async def test_a_failed_write_leaves_nothing(
+async def test_failed_write_leaves_no_file(
     store: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def disk_full(fd: int) -> None:
@@ -76,7 +74,7 @@ async def test_a_failed_write_leaves_nothing(
 async def test_short_writes_are_continued(
     store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel writes at most 2 GB at once, and less when it is interrupted."""
+    """A kernel writes at most 2 GB in one call, and less when it is interrupted."""
     write = os.write
     monkeypatch.setattr(os, "write", lambda fd, body: write(fd, body[:1000]))
     body = os.urandom(10_500)
@@ -85,7 +83,7 @@ async def test_short_writes_are_continued(
 
 
 @pytest.mark.parametrize("num_bytes", [1, 64_000, 20_000_000])
-async def test_a_get_changes_to_a_thread_once(
+async def test_get_uses_one_thread_call(
     store: DirectoryStore, monkeypatch: pytest.MonkeyPatch, num_bytes: int
 ) -> None:
     body = os.urandom(num_bytes)
@@ -115,7 +113,7 @@ async def test_short_reads_are_continued(
 
 
 @pytest.mark.parametrize("size", [1000, 5 << 20])
-async def test_a_file_that_shrinks_while_it_is_read_is_refused(
+async def test_file_that_shrinks_during_a_read_is_refused(
     store: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     await store.put(KEY, bytes(size))
@@ -131,7 +129,7 @@ async def test_a_file_that_shrinks_while_it_is_read_is_refused(
         await read(store, KEY, LIMIT)
 
 
-async def test_leftovers_of_dead_writers_are_no_objects(
+async def test_temporary_and_foreign_files_are_not_listed(
     store: DirectoryStore, tmp_path: Path
 ) -> None:
     await store.put(KEY, b"body")
@@ -140,7 +138,7 @@ async def test_leftovers_of_dead_writers_are_no_objects(
     assert [info.key async for info in store.list("")] == [KEY]
 
 
-async def test_a_link_to_elsewhere_is_not_listed(store: DirectoryStore, tmp_path: Path) -> None:
+async def test_symbolic_link_is_not_listed(store: DirectoryStore, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "file").write_text("x")
     (tmp_path / "store" / "link").symlink_to(tmp_path / "elsewhere")
@@ -148,7 +146,7 @@ async def test_a_link_to_elsewhere_is_not_listed(store: DirectoryStore, tmp_path
 
 
 @pytest.mark.parametrize("ask", [partial(read, limit_bytes=LIMIT), DirectoryStore.stat])
-async def test_a_pipe_in_the_place_of_an_object_holds_up_nobody(
+async def test_pipe_in_place_of_an_object_does_not_hang(
     store: DirectoryStore, tmp_path: Path, ask: Callable[[DirectoryStore, Key], Awaitable[object]]
 ) -> None:
     pipe = tmp_path / "store" / KEY
@@ -158,7 +156,7 @@ async def test_a_pipe_in_the_place_of_an_object_holds_up_nobody(
         with pytest.raises(ObjectUnreadable):
             await asyncio.wait_for(ask(store, KEY), 10)
     finally:
-        os.close(os.open(pipe, os.O_RDWR))  # a thread that waits for a writer has one
+        os.close(os.open(pipe, os.O_RDWR))  # gives a writer to a thread that waits for one
 
 
 def refuse_links(*_: object, number: int = errno.EPERM, **__: object) -> None:
@@ -168,7 +166,7 @@ def refuse_links(*_: object, number: int = errno.EPERM, **__: object) -> None:
 @pytest.mark.parametrize(
     "no_links", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV]
 )
-async def test_without_hard_links_objects_are_renamed_into_place(
+async def test_objects_are_renamed_into_place_without_hard_links(
     store: DirectoryStore,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -183,7 +181,7 @@ async def test_without_hard_links_objects_are_renamed_into_place(
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
-async def test_a_refusal_is_told_from_a_failure(
+async def test_permission_errors_are_store_denied(
     store: DirectoryStore, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     await store.put(KEY, b"body")
@@ -199,7 +197,7 @@ async def test_a_refusal_is_told_from_a_failure(
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOTDIR, errno.EMFILE])
-async def test_a_failure_is_no_miss(
+async def test_io_error_is_not_a_miss(
     store: DirectoryStore, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def fail(*_: object, **__: object) -> int:
@@ -213,9 +211,7 @@ async def test_a_failure_is_no_miss(
         await store.exists([KEY])
 
 
-async def test_the_health_of_the_store_hears_nothing_of_one_bad_object(
-    store: DirectoryStore, tmp_path: Path
-) -> None:
+async def test_bad_object_does_not_open_a_breaker(store: DirectoryStore, tmp_path: Path) -> None:
     (tmp_path / "store" / KEY).mkdir(parents=True)
     access = StoreClient(store, 30.0)
     for call in (
@@ -230,10 +226,10 @@ async def test_the_health_of_the_store_hears_nothing_of_one_bad_object(
 
 
 @pytest.mark.parametrize("links", [True, False])
-async def test_a_folder_in_place_of_an_object_concerns_no_other(
+async def test_folder_in_place_of_an_object_blocks_only_its_key(
     store: DirectoryStore, tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is no object, blocks its own key alone, and stays: it is not ours."""
+    """It is not removed, because it may be the user's."""
     if not links:
         monkeypatch.setattr(os, "link", refuse_links)
         await store.put(Key(f"{KEY}.p"), b"another")
@@ -252,7 +248,7 @@ async def test_a_folder_in_place_of_an_object_concerns_no_other(
     assert folder.is_dir()
 
 
-async def test_a_file_in_place_of_the_last_folder_concerns_the_objects_in_it(
+async def test_file_in_place_of_the_last_folder_blocks_only_its_objects(
     store: DirectoryStore, tmp_path: Path
 ) -> None:
     folder = (tmp_path / "store" / KEY).parent
@@ -265,7 +261,7 @@ async def test_a_file_in_place_of_the_last_folder_concerns_the_objects_in_it(
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
-async def test_a_file_in_place_of_a_higher_folder_is_a_failure(
+async def test_file_in_place_of_a_higher_folder_is_a_store_failure(
     store: DirectoryStore, tmp_path: Path, level: int
 ) -> None:
     place = tmp_path / "store" / "/".join(KEY.split("/")[:level])
@@ -281,10 +277,10 @@ async def test_a_file_in_place_of_a_higher_folder_is_a_failure(
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
-async def test_one_file_that_may_not_be_read_concerns_no_other(
+async def test_unreadable_file_blocks_only_its_key(
     store: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """As a file of mode 000, or of another owner; this user may be root."""
+    """Simulates a file of mode 000 or of another owner, since this user may be root."""
     await store.put(KEY, b"body")
     path, opened = f"{tmp_path}/store/{KEY}", os.open
 
@@ -304,8 +300,8 @@ async def test_one_file_that_may_not_be_read_concerns_no_other(
     assert await store.put(KEY, b"body")
 
 
-async def test_a_root_that_is_gone_is_not_made_again(store: DirectoryStore, tmp_path: Path) -> None:
-    """It was a mount: what is written now would fill the disk below."""
+async def test_missing_root_is_not_recreated(store: DirectoryStore, tmp_path: Path) -> None:
+    """It may have been a mount: writes would fill the disk below."""
     (tmp_path / "store").rmdir()
     with pytest.raises(StoreUnavailable, match="gone"):
         await store.put(KEY, b"x")
@@ -316,7 +312,7 @@ async def test_a_root_that_is_gone_is_not_made_again(store: DirectoryStore, tmp_
         await read(store, KEY, LIMIT)
 
 
-def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+def test_file_in_place_of_the_root_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"options\.url: .*/file is a file"):
         DirectoryStore.open(f"{tmp_path}/file", "options.url")
@@ -343,7 +339,7 @@ def _write(root: str, ready: "multiprocessing.synchronize.Barrier", seed: int) -
     Path(f"{root}/.won{seed}").write_text(str(asyncio.run(go())))
 
 
-def test_writers_in_other_processes_get_one_winner_each_time(tmp_path: Path) -> None:
+def test_one_of_several_writer_processes_wins_each_key(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     ready = context.Barrier(3)
     writers = [context.Process(target=_write, args=(str(tmp_path), ready, n)) for n in range(3)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What killed writers have left leaves a folder store; nothing else does."""
+"""The sweep of a folder store removes temporary files of killed writers, and nothing else."""
 
 import os
 import time
@@ -41,12 +41,12 @@ def beside(folder: Path, name: str = "") -> Path:
     return (folder / KEY).with_name(name or temporary_name())
 
 
-def test_old_temporary_files_are_removed_and_nothing_else(folder: Path) -> None:
+def test_sweep_removes_only_old_temporary_files(folder: Path) -> None:
     gone = {old(beside(folder)), old(folder / temporary_name())}
     kept = {
         old(folder / KEY),
         old(beside(folder), DAY_S - 600),
-        old(beside(folder), -DAY_S),  # of a writer whose clock is ahead
+        old(beside(folder), -DAY_S),  # by a writer whose clock is ahead
         old(beside(folder, ".0123.77.tmp")),
         old(beside(folder, "notes.tmp")),
         old(beside(folder, f"x{temporary_name()}")),
@@ -56,14 +56,14 @@ def test_old_temporary_files_are_removed_and_nothing_else(folder: Path) -> None:
     assert all(path.exists() for path in kept)
 
 
-def test_an_object_stays_where_its_writer_was_killed_before_it_could_tidy_up(folder: Path) -> None:
+def test_sweep_keeps_an_object_linked_to_a_temporary_file(folder: Path) -> None:
     left = old(beside(folder))
     os.link(left, folder / KEY)
     assert sweep(str(folder)) == 1
     assert (folder / KEY).read_bytes() == b"torn"
 
 
-def test_links_are_neither_followed_nor_removed(folder: Path, tmp_path: Path) -> None:
+def test_sweep_neither_follows_nor_removes_links_and_pipes(folder: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     there = old(elsewhere / temporary_name())
@@ -78,22 +78,22 @@ def test_links_are_neither_followed_nor_removed(folder: Path, tmp_path: Path) ->
     assert pipe.exists()
 
 
-def test_it_is_done_once_a_day(folder: Path) -> None:
+def test_sweep_runs_once_a_day(folder: Path) -> None:
     assert sweep(str(folder)) == 0
     left = old(beside(folder))
-    assert sweep(str(folder)) == 0, "somebody has done it"
+    assert sweep(str(folder)) == 0, "it was done today"
     date(folder / MARK, DAY_S + 60)
     assert sweep(str(folder)) == 1
     assert not left.exists()
     date(folder / MARK, -3600)
     old(beside(folder))
-    assert sweep(str(folder)) == 1, "the mark is of a clock that was wrong"
+    assert sweep(str(folder)) == 1, "the mark's time is in the future"
 
 
-def test_very_many_folders_are_all_looked_at_with_rests_between_them(
+def test_sweep_of_many_folders_rests_at_least_half_of_the_time(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On one day; a process has other threads, and a server other clients."""
+    """Rests leave time to the process's other threads and the server's other clients."""
     left = [old(many_folders(folder, n)) for n in range(30)]
     clock_s, rested_s = 0.0, 0.0
 
@@ -112,7 +112,7 @@ def test_very_many_folders_are_all_looked_at_with_rests_between_them(
     assert rested_s >= clock_s
 
 
-def test_it_does_not_go_on_for_ever(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_ends_after_a_time_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for n in range(30):
         old(many_folders(folder, n))
     monkeypatch.setattr(temp_files, "LONGEST_S", 0.0)
@@ -125,7 +125,7 @@ def many_folders(folder: Path, n: int) -> Path:
     return place / temporary_name()
 
 
-def test_whoever_may_write_to_the_folder_may_do_it(folder: Path) -> None:
+def test_mark_is_writable_by_all_who_may_write_to_the_folder(folder: Path) -> None:
     for mode, expected in ((0o700, 0o600), (0o2770, 0o620)):
         folder.chmod(mode)
         (folder / MARK).unlink(missing_ok=True)
@@ -137,13 +137,13 @@ def test_whoever_may_write_to_the_folder_may_do_it(folder: Path) -> None:
         assert (folder / MARK).stat().st_mode & 0o777 == expected
 
 
-def test_a_folder_that_fails_costs_nothing(folder: Path) -> None:
+def test_sweep_of_a_failing_folder_raises_nothing(folder: Path) -> None:
     assert sweep(f"{folder}/not-there") == 0
     (folder / MARK).mkdir()
     assert sweep(str(folder)) == 0
 
 
-def test_a_writer_does_it_at_its_start_and_a_reader_does_not(tmp_path: Path) -> None:
+def test_writer_sweeps_at_start_and_reader_does_not(tmp_path: Path) -> None:
     config = StoreConfig(url=f"file://{tmp_path}/store", host_cache_dir=f"{tmp_path}/host")
     facts = {"model": "m"}
     (tmp_path / "store").mkdir()

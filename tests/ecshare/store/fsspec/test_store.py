@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is fsspec's own; what every store must do is in the contract."""
+"""fsspec's specifics. The contract suite tests what every store must do."""
 
 import asyncio
 import uuid
@@ -32,7 +32,7 @@ LIMIT = 1 << 30
 
 
 class BotoError(Exception):
-    """Shaped as botocore's ClientError is."""
+    """An exception like botocore's ClientError."""
 
     def __init__(self, code: str, status: int = 400) -> None:
         super().__init__(code)
@@ -47,7 +47,7 @@ def through_s3fs(code: str, kind: type[OSError] = OSError, status: int = 400) ->
 
 
 class HttpError(Exception):
-    """Shaped as gcsfs's is."""
+    """An exception like gcsfs's."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"{code}")
@@ -79,7 +79,7 @@ class HttpError(Exception):
         (type("NoCredentialsError", (Exception,), {})("x"), StoreDenied),
     ],
 )
-def test_whatever_a_filesystem_raises_is_mapped(foreign: Exception, ours: type[Exception]) -> None:
+def test_exceptions_of_filesystems_are_mapped(foreign: Exception, ours: type[Exception]) -> None:
     with pytest.raises(ours) as caught, mapped_errors(KEY):
         raise foreign
     assert type(caught.value) is ours
@@ -96,13 +96,13 @@ def test_whatever_a_filesystem_raises_is_mapped(foreign: Exception, ours: type[E
         (through_s3fs("ConditionalRequestConflict", status=409), False),
     ],
 )
-def test_only_some_say_that_the_object_exists(foreign: Exception, exists: bool) -> None:
+def test_only_some_conflicts_mean_that_the_object_exists(foreign: Exception, exists: bool) -> None:
     with pytest.raises(Conflict) as caught, mapped_errors(KEY, finds=False):
         raise foreign
     assert caught.value.says_exists is exists
 
 
-def test_our_own_errors_and_cancellation_pass() -> None:
+def test_own_errors_and_cancellation_pass_unchanged() -> None:
     with pytest.raises(StoreDenied, match="as it was"), mapped_errors(KEY):
         raise StoreDenied("as it was")
     with pytest.raises(asyncio.CancelledError), mapped_errors(KEY):
@@ -119,16 +119,16 @@ def test_our_own_errors_and_cancellation_pass() -> None:
         {"updated": "nonsense", "created": 1000.0},
     ],
 )
-def test_the_time_of_a_write_has_many_names(entry: dict[str, Any]) -> None:
+def test_modification_time_is_read_under_several_names(entry: dict[str, Any]) -> None:
     assert modified_s(entry) == 1000.0
 
 
-def test_a_time_nobody_knows_is_the_beginning_of_time() -> None:
+def test_unknown_modification_time_is_zero() -> None:
     assert modified_s({"size": 3}) == 0.0
 
 
 class Odd(MemoryFileSystem):  # type: ignore[misc]
-    """A filesystem that says anything of what it lists."""
+    """A filesystem with malformed fields in its listings."""
 
     protocol = "odd"
     says: dict[str, Any] = {}  # noqa: RUF012 — a test sets it
@@ -141,7 +141,7 @@ class Odd(MemoryFileSystem):  # type: ignore[misc]
     "says",
     [{"size": "many"}, {"size": float("inf")}, {"mtime": 10**400}],
 )
-async def test_an_odd_entry_of_a_listing_is_a_failure_of_the_store(
+async def test_malformed_listing_entry_is_a_store_failure(
     says: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Odd, "says", says)
@@ -164,14 +164,14 @@ class Unwell(MemoryFileSystem):  # type: ignore[misc]
         raise ConnectionError("down")
 
 
-async def test_a_store_that_is_down_is_no_miss() -> None:
+async def test_store_failure_is_not_a_miss() -> None:
     store = FsspecStore(Unwell(), f"/{uuid.uuid4().hex}", atomic_writes=True)
     with pytest.raises(StoreUnavailable, match="ConnectionError: down"):
         await store.exists([KEY])
     await store.close()
 
 
-async def test_a_folder_in_place_of_an_object_concerns_no_other() -> None:
+async def test_folder_in_place_of_an_object_blocks_only_its_key() -> None:
     filesystem, root = MemoryFileSystem(), f"/{uuid.uuid4().hex}"
     store = FsspecStore(filesystem, root, atomic_writes=True)
     filesystem.makedirs(f"{root}/{KEY}")
@@ -181,7 +181,7 @@ async def test_a_folder_in_place_of_an_object_concerns_no_other() -> None:
     await store.close()
 
 
-async def test_a_write_that_fails_half_way_leaves_nothing() -> None:
+async def test_write_that_fails_half_way_leaves_no_file() -> None:
     filesystem = Unwell()
     root = f"/{uuid.uuid4().hex}"
     store = FsspecStore(filesystem, root, atomic_writes=False)
@@ -191,15 +191,15 @@ async def test_a_write_that_fails_half_way_leaves_nothing() -> None:
     await store.close()
 
 
-def test_the_words_of_a_client_are_masked() -> None:
-    """They quote requests, with all that signs them."""
+def test_secrets_in_client_messages_are_masked() -> None:
+    """They quote requests with their signatures."""
     with pytest.raises(StoreUnavailable) as caught, mapped_errors(KEY):
         raise RuntimeError("GET http://me:hidden@host/c/x?sig=hidden%3D failed")
     assert "hidden" not in str(caught.value)
     assert "host/c/x" in str(caught.value)
 
 
-async def test_two_stores_in_one_process_see_the_same_memory() -> None:
+async def test_two_memory_stores_of_one_url_share_objects() -> None:
     config = StoreConfig(url=f"memory://{uuid.uuid4().hex}/x")
     one, two = open_store(config, "options"), open_store(config, "options")
     await one.put(KEY, b"body")
@@ -208,7 +208,7 @@ async def test_two_stores_in_one_process_see_the_same_memory() -> None:
 
 
 @pytest.mark.s3
-async def test_a_real_server_tells_what_is_wrong(seaweedfs: Bucket) -> None:
+async def test_seaweedfs_errors_name_the_problem(seaweedfs: Bucket) -> None:
     def store(url: str = "", **options: Any) -> FsspecStore:
         found = open_store(seaweedfs.config(url, s3_additional_kwargs={}, **options), "options")
         assert isinstance(found, FsspecStore)
@@ -228,8 +228,8 @@ async def test_a_real_server_tells_what_is_wrong(seaweedfs: Bucket) -> None:
 
 
 @pytest.mark.s3
-def test_a_store_opened_elsewhere_runs_on_the_loop_that_uses_it(seaweedfs: Bucket) -> None:
-    """As the transfer engine does: opened in the main thread, used in its own, and again later."""
+def test_store_runs_on_the_event_loop_that_uses_it(seaweedfs: Bucket) -> None:
+    """The transfer engine opens a store in the main thread and uses it in its own."""
     config = seaweedfs.config(s3_additional_kwargs={})
 
     async def use(store: ObjectStore) -> bytes:
@@ -243,8 +243,8 @@ def test_a_store_opened_elsewhere_runs_on_the_loop_that_uses_it(seaweedfs: Bucke
 
 
 @pytest.mark.s3
-async def test_what_others_store_is_seen_at_once(seaweedfs: Bucket) -> None:
-    """No listing is remembered."""
+async def test_objects_of_other_writers_are_listed_at_once(seaweedfs: Bucket) -> None:
+    """Listings are not cached."""
     config = seaweedfs.config(s3_additional_kwargs={})
     one, two = open_store(config, "options"), open_store(config, "options")
     assert [info async for info in one.list("")] == []
@@ -258,7 +258,7 @@ async def test_what_others_store_is_seen_at_once(seaweedfs: Bucket) -> None:
 
 
 @pytest.mark.s3
-async def test_an_object_costs_s3fs_one_request() -> None:
+async def test_get_through_s3fs_costs_one_request() -> None:
     with serving(lambda asked: asked.say(200, b"body", etag='"e"', **DATED)) as server:
         options = {"key": "k", "secret": "s", "endpoint_url": server.endpoint}
         store = open_fsspec(StoreConfig(url="s3://bucket/x", storage_options=options), "options")

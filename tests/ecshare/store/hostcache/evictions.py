@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The threads that count and remove what a large host cache holds."""
+"""Wait for the threads that count and remove entries of a large host cache."""
 
 import threading
 
@@ -7,7 +7,7 @@ from ecshare.store.hostcache.eviction import THREAD_NAME
 
 
 def evicted() -> None:
-    """Return when no thread of this process counts or removes entries any more."""
+    """Wait until no thread of this process counts or removes entries."""
     for thread in threading.enumerate():
         if thread.name == THREAD_NAME:
             thread.join()

@@ -48,7 +48,7 @@ def put(cache: HostCache, n: int, size: int = 10 * KIB) -> None:
 
 
 def used_at(cache: HostCache, n: int, when_s: int) -> None:
-    """Clocks of files tick every few milliseconds: say the time instead of waiting for it."""
+    """Set the file time instead of waiting: it advances only every few milliseconds."""
     os.utime(path_of(cache, n), (1e9 + when_s, 1e9 + when_s))
 
 
@@ -66,11 +66,11 @@ def open_entry(cache: HostCache, n: int) -> Entry:
     return entry
 
 
-def tally(cache: HostCache) -> int:
+def used_bytes(cache: HostCache) -> int:
     return int.from_bytes((cache.root / ".used").read_bytes()[:8], "little", signed=True)
 
 
-def test_what_is_published_can_be_opened(cache: HostCache) -> None:
+def test_published_entry_can_be_opened(cache: HostCache) -> None:
     body = os.urandom(5000)
     with publish(cache, 0, body) as published:
         assert published.key == KEYS[0]
@@ -80,50 +80,48 @@ def test_what_is_published_can_be_opened(cache: HostCache) -> None:
         assert entry.body.readonly
 
 
-def test_what_is_not_there_is_none(cache: HostCache) -> None:
+def test_open_of_a_missing_entry_is_none(cache: HostCache) -> None:
     assert cache.open(KEYS[0]) is None
 
 
-def test_a_second_publish_opens_the_first(cache: HostCache) -> None:
+def test_second_publish_opens_the_first_entry(cache: HostCache) -> None:
     put(cache, 0)
     inode = path_of(cache, 0).stat().st_ino
     with publish(cache, 0, b"other bytes") as entry:
         assert entry.body[0] == 0
     assert path_of(cache, 0).stat().st_ino == inode
-    assert tally(cache) == 10 * KIB
+    assert used_bytes(cache) == 10 * KIB
 
 
-def test_the_least_recently_used_leave_first(cache: HostCache) -> None:
+def test_least_recently_used_entries_are_evicted_first(cache: HostCache) -> None:
     for n in range(10):
         put(cache, n)
     open_entry(cache, 0).close()
     put(cache, 10)
     assert held(cache) == {0, *range(2, 11)}
-    assert tally(cache) == 100 * KIB
+    assert used_bytes(cache) == 100 * KIB
 
 
-def test_parts_of_objects_leave_too(cache: HostCache) -> None:
-    """They have names below the object's: of the share of a rank, the rows that are read."""
+def test_parts_of_objects_are_evicted_too(cache: HostCache) -> None:
+    """Their names extend the object's, for example by the rows of a shard."""
     for n in range(20):
         entry = cache.publish(Key(f"{KEYS[n]}.t0of1.rows-0-{n}"), bytes(10 * KIB))
         assert entry is not None
         entry.close()
     files = [path for path in cache.root.iterdir() if ".rows-" in path.name]
-    assert sum(path.stat().st_size for path in files) == tally(cache) <= 100 * KIB
+    assert sum(path.stat().st_size for path in files) == used_bytes(cache) <= 100 * KIB
 
 
-def test_a_full_cache_is_emptied_a_little_further_than_needed(root: Path) -> None:
-    """So that the next publishes need no scan."""
+def test_eviction_frees_a_little_more_than_needed(root: Path) -> None:
+    """So the next publishes need no scan."""
     cache = HostCache(root, 100 * KIB)
     for n in range(20):
         put(cache, n, 5 * KIB)
     put(cache, 20, KIB)
-    assert tally(cache) == 90 * KIB + KIB
+    assert used_bytes(cache) == 90 * KIB + KIB
 
 
-def test_a_pinned_entry_is_never_evicted(
-    cache: HostCache, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pinned_entry_is_never_evicted(cache: HostCache, caplog: pytest.LogCaptureFixture) -> None:
     for n in range(10):
         put(cache, n)
     pins = [open_entry(cache, n) for n in range(10)]
@@ -140,7 +138,7 @@ def test_a_pinned_entry_is_never_evicted(
         pin.close()
 
 
-def test_an_entry_is_pinned_from_its_publication(cache: HostCache) -> None:
+def test_entry_is_pinned_when_published(cache: HostCache) -> None:
     with publish(cache, 0, bytes(90 * KIB)):
         used_at(cache, 0, 0)
         assert cache.publish(KEYS[1], bytes(20 * KIB)) is None
@@ -148,7 +146,7 @@ def test_an_entry_is_pinned_from_its_publication(cache: HostCache) -> None:
     assert held(cache) == {1}
 
 
-def test_two_pins_are_two(cache: HostCache) -> None:
+def test_entry_opened_twice_stays_pinned_until_both_are_closed(cache: HostCache) -> None:
     put(cache, 0, 90 * KIB)
     first, second = open_entry(cache, 0), open_entry(cache, 0)
     first.close()
@@ -158,15 +156,15 @@ def test_two_pins_are_two(cache: HostCache) -> None:
     put(cache, 1, 20 * KIB)
 
 
-def test_a_forgotten_entry_unpins_itself(cache: HostCache) -> None:
+def test_garbage_collected_entry_is_unpinned(cache: HostCache) -> None:
     put(cache, 0, 90 * KIB)
     entry = open_entry(cache, 0)
     del entry
     put(cache, 1, 20 * KIB)
 
 
-def test_a_view_outlives_its_entry(cache: HostCache) -> None:
-    """Unpinned, evicted, and still whole: the memory goes with the last view."""
+def test_view_outlives_its_evicted_entry(cache: HostCache) -> None:
+    """The memory is released with the last view."""
     put(cache, 7, 90 * KIB)
     entry = open_entry(cache, 7)
     view = entry.body[10:20]
@@ -176,22 +174,22 @@ def test_a_view_outlives_its_entry(cache: HostCache) -> None:
     assert view == b"\7" * 10
 
 
-def test_what_does_not_fit_at_all_is_refused(cache: HostCache) -> None:
+def test_empty_or_oversized_entry_is_refused(cache: HostCache) -> None:
     put(cache, 0)
     assert cache.publish(KEYS[1], bytes(100 * KIB + 1)) is None
     assert cache.publish(KEYS[1], b"") is None
     assert held(cache) == {0}
 
 
-def test_caches_on_one_folder_share_one_budget(root: Path) -> None:
+def test_caches_of_one_folder_share_a_budget(root: Path) -> None:
     one, two = HostCache(root, 100 * KIB), HostCache(root, 100 * KIB)
     for n in range(20):
         put((one, two)[n % 2], n)
     assert held(one) == set(range(10, 20))
-    assert tally(two) == 100 * KIB
+    assert used_bytes(two) == 100 * KIB
 
 
-def test_a_smaller_limit_is_kept_from_its_first_publish(root: Path) -> None:
+def test_smaller_limit_holds_from_the_first_publish(root: Path) -> None:
     large = HostCache(root, 100 * KIB)
     for n in range(10):
         put(large, n)
@@ -199,18 +197,18 @@ def test_a_smaller_limit_is_kept_from_its_first_publish(root: Path) -> None:
     assert held(large) == {8, 9, 10}
 
 
-def test_a_wrong_tally_mends_itself(cache: HostCache) -> None:
+def test_wrong_usage_count_is_corrected_by_eviction(cache: HostCache) -> None:
     for n in range(10):
         put(cache, n)
     for n in range(5):
         path_of(cache, n).unlink()
     put(cache, 10)
     assert held(cache) == set(range(5, 11))
-    assert tally(cache) == 60 * KIB
+    assert used_bytes(cache) == 60 * KIB
 
 
 @pytest.mark.parametrize("left", [None, b"", b"xx", b"\xff" * 8, b"\xff" * 7 + b"\x7f"])
-def test_a_lost_tally_is_counted_anew(cache: HostCache, left: bytes | None) -> None:
+def test_lost_usage_count_is_counted_again(cache: HostCache, left: bytes | None) -> None:
     for n in range(10):
         put(cache, n)
     (cache.root / ".used").unlink()
@@ -220,43 +218,43 @@ def test_a_lost_tally_is_counted_anew(cache: HostCache, left: bytes | None) -> N
     assert held(cache) == set(range(1, 11))
 
 
-def test_a_new_cache_counts_what_is_there(root: Path) -> None:
+def test_new_cache_counts_existing_entries(root: Path) -> None:
     put(HostCache(root, 100 * KIB), 0)
     (root / ".used").write_bytes(bytes(8))
-    assert tally(HostCache(root, 100 * KIB)) == 10 * KIB
+    assert used_bytes(HostCache(root, 100 * KIB)) == 10 * KIB
 
 
-def test_a_discarded_entry_is_gone_and_its_readers_keep_it(cache: HostCache) -> None:
+def test_discarded_entry_stays_readable_for_its_readers(cache: HostCache) -> None:
     put(cache, 0)
     with open_entry(cache, 0) as entry:
         cache.discard(KEYS[0])
         assert cache.open(KEYS[0]) is None
         assert entry.body[0] == 0
-    assert tally(cache) == 0
+    assert used_bytes(cache) == 0
     cache.discard(KEYS[0])
     cache.discard(KEYS[1])
-    assert tally(cache) == 0
+    assert used_bytes(cache) == 0
     put(cache, 0)
 
 
-def test_what_a_dead_writer_left_is_removed(cache: HostCache) -> None:
+def test_temporary_file_of_a_dead_writer_is_removed(cache: HostCache) -> None:
     left = cache.root / ".0123456789abcdef.tmp"
     left.write_bytes(bytes(95 * KIB))
     put(cache, 0)
     with left.open("rb") as alive:
         fcntl.flock(alive, fcntl.LOCK_SH)
-        assert tally(HostCache(cache.root, 100 * KIB)) == 105 * KIB
+        assert used_bytes(HostCache(cache.root, 100 * KIB)) == 105 * KIB
         assert left.exists()
     HostCache(cache.root, 100 * KIB)
     assert not left.exists()
-    assert tally(cache) == 10 * KIB
+    assert used_bytes(cache) == 10 * KIB
 
 
 def disk_full(*_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_full_disk_is_no_room(
+def test_publish_on_a_full_disk_returns_none(
     cache: HostCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(cache, 0)
@@ -268,11 +266,11 @@ def test_a_full_disk_is_no_room(
     assert len(caplog.messages) == 1
     assert held(cache) == {0}
     assert not [*cache.root.glob(".*.tmp")]
-    assert tally(cache) == 10 * KIB
+    assert used_bytes(cache) == 10 * KIB
     put(cache, 1)
 
 
-def test_a_disk_that_is_smaller_than_the_limit_is_made_room_on(
+def test_full_disk_below_the_limit_causes_eviction(
     cache: HostCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for n in range(5):
@@ -287,7 +285,7 @@ def test_a_disk_that_is_smaller_than_the_limit_is_made_room_on(
     assert held(cache) == {2, 3, 4, 5}
 
 
-def test_a_folder_that_was_cleaned_away_is_made_again(cache: HostCache) -> None:
+def test_removed_cache_folder_is_created_again(cache: HostCache) -> None:
     put(cache, 0)
     shutil.rmtree(cache.root)
     assert cache.open(KEYS[0]) is None
@@ -296,7 +294,7 @@ def test_a_folder_that_was_cleaned_away_is_made_again(cache: HostCache) -> None:
     assert held(cache) == {1}
 
 
-def test_a_tally_that_is_not_let_go_of_holds_nobody_up(
+def test_usage_file_locked_by_another_does_not_block(
     cache: HostCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(usage, "COUNTER_WAIT_S", 0.01)
@@ -307,15 +305,15 @@ def test_a_tally_that_is_not_let_go_of_holds_nobody_up(
         put(cache, 1)
         put(cache, 2)
         open_entry(cache, 0).close()
-    assert tally(cache) == 30 * KIB
+    assert used_bytes(cache) == 30 * KIB
     put(cache, 3)
 
 
 @pytest.mark.parametrize("name", [".used", ".evicting"])
-def test_whoever_was_stopped_with_a_lock_holds_nobody_up(
+def test_stopped_process_with_a_lock_does_not_block_others(
     cache: HostCache, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Three times as much as there is room for goes through the cache beside the stopped one."""
+    """Meanwhile three times the cache's size is published."""
     monkeypatch.setattr(usage, "COUNTER_WAIT_S", 0.05)
     monkeypatch.setattr(eviction, "TURN_WAIT_S", 0.05)
     held_up = "import fcntl, os, signal, sys; f = open(sys.argv[1], 'rb+'); "
@@ -329,11 +327,11 @@ def test_whoever_was_stopped_with_a_lock_holds_nobody_up(
     finally:
         stopped.kill()
         stopped.wait()
-    assert tally(cache) == 10 * KIB * len(held(cache)) <= 100 * KIB
+    assert used_bytes(cache) == 10 * KIB * len(held(cache)) <= 100 * KIB
 
 
-def test_an_older_release_counts_in_the_same_file(cache: HostCache) -> None:
-    """It writes one number, where we write two."""
+def test_usage_file_of_an_older_release_is_read(cache: HostCache) -> None:
+    """It writes one number instead of two."""
     put(cache, 0)
     (cache.root / ".used").write_bytes((10 * KIB).to_bytes(8, "little"))
     for n in range(1, 12):
@@ -343,7 +341,7 @@ def test_an_older_release_counts_in_the_same_file(cache: HostCache) -> None:
 
 @pytest.fixture
 def holds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many entries were removed under each hold of the tally. No folder is read under one."""
+    """Record the removals under each hold of the usage lock; fail if a folder is read under it."""
     holds: list[int] = []
     counter, unlink, scandir = usage.Usage.counter, os.unlink, os.scandir
     is_held = False
@@ -372,7 +370,7 @@ def holds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return holds
 
 
-def test_entries_leave_a_few_at_a_time(
+def test_entries_are_evicted_a_few_per_lock(
     root: Path, monkeypatch: pytest.MonkeyPatch, holds: list[int]
 ) -> None:
     monkeypatch.setattr(eviction, "STEP_ENTRIES", 3)
@@ -382,14 +380,14 @@ def test_entries_leave_a_few_at_a_time(
         put(cache, n, 5 * KIB)
     holds.clear()
     put(cache, 30, 50 * KIB)
-    assert held(cache) == {*range(10, 20), 30}, "the oldest, across all that was sorted apart"
+    assert held(cache) == {*range(10, 20), 30}, "the oldest of all runs"
     assert [step for step in holds if step] == [3, 3, 3, 1]
-    assert tally(cache) == 100 * KIB
+    assert used_bytes(cache) == 100 * KIB
 
 
 @pytest.fixture
 def scans(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Four entries are many: what comes behind is seen once this is set."""
+    """Let a scan list four entries, and the others only once this event is set."""
     monkeypatch.setattr(eviction, "RUN_ENTRIES", 4)
     files, goes_on = eviction.Evictor.files, threading.Event()
 
@@ -405,24 +403,24 @@ def scans(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     evicted()
 
 
-def test_among_very_many_entries_nobody_waits_for_a_scan(
+def test_eviction_among_many_entries_does_not_wait_for_a_scan(
     cache: HostCache, scans: threading.Event
 ) -> None:
-    """What is needed now leaves at once, if only the oldest of a part; then the oldest of all."""
+    """First the oldest of the listed entries are evicted, then the oldest of all."""
     for n in range(20):
         put(cache, n, 5 * KIB)
     put(cache, 20, 10 * KIB)
-    assert held(cache) == {*range(16), 18, 19, 20}, "less the oldest of those that came first"
+    assert held(cache) == {*range(16), 18, 19, 20}, "without the oldest of those listed first"
     put(cache, 21, 10 * KIB)
     assert held(cache) == {*range(15), 19, 20, 21}
-    assert tally(cache) == 100 * KIB
+    assert used_bytes(cache) == 100 * KIB
     scans.set()
     evicted()
-    assert held(cache) == {*range(2, 15), 19, 20, 21}, "less the oldest of all"
-    assert tally(cache) == 90 * KIB
+    assert held(cache) == {*range(2, 15), 19, 20, 21}, "without the oldest of all"
+    assert used_bytes(cache) == 90 * KIB
 
 
-def test_a_start_among_very_many_entries_does_not_wait_for_the_count(
+def test_start_among_many_entries_does_not_wait_for_the_count(
     cache: HostCache, scans: threading.Event
 ) -> None:
     for n in range(10):
@@ -431,13 +429,13 @@ def test_a_start_among_very_many_entries_does_not_wait_for_the_count(
     put(HostCache(cache.root, 100 * KIB), 10, 5 * KIB)
     scans.set()
     evicted()
-    assert 40 * KIB <= tally(cache) <= 55 * KIB
+    assert 40 * KIB <= used_bytes(cache) <= 55 * KIB
     HostCache(cache.root, 100 * KIB)
     evicted()
-    assert tally(cache) == 55 * KIB
+    assert used_bytes(cache) == 55 * KIB
 
 
-def test_whoever_waits_too_long_for_another_helps_himself(
+def test_publish_evicts_itself_if_another_evictor_takes_too_long(
     cache: HostCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(eviction, "ROOM_WAIT_S", 0.0)
@@ -449,11 +447,11 @@ def test_whoever_waits_too_long_for_another_helps_himself(
     finally:
         unlock_and_close(turn)
     assert held(cache) == set(range(1, 11))
-    assert tally(cache) == 100 * KIB
+    assert used_bytes(cache) == 100 * KIB
 
 
 def during_scan(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
-    """Let something happen when the next scan of ours has seen half of what is there."""
+    """Call `happens` when the next scan has seen half of the entries."""
     scan = eviction.Evictor.files
     waiting = [happens]
 
@@ -467,10 +465,10 @@ def during_scan(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None]) ->
     monkeypatch.setattr(eviction.Evictor, "files", patched)
 
 
-def test_others_go_on_while_one_makes_room(
+def test_concurrent_changes_during_an_eviction_are_accounted_for(
     cache: HostCache, peers: list["Peer"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What they bring and remove meanwhile is accounted for, though the scan did not see it."""
+    """The scan has not seen what other processes publish and remove meanwhile."""
     for n in range(9):
         put(cache, n)
 
@@ -483,12 +481,14 @@ def test_others_go_on_while_one_makes_room(
     during_scan(monkeypatch, work)
     put(cache, 9, 20 * KIB)
     assert {3, 9, *range(20, 29)} <= held(cache)
-    assert tally(cache) == sum(path_of(cache, n).stat().st_size for n in held(cache)) <= 100 * KIB
+    assert (
+        used_bytes(cache) == sum(path_of(cache, n).stat().st_size for n in held(cache)) <= 100 * KIB
+    )
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a file system in memory")
-def test_scan_counts_each_entry_once_though_others_are_removed_meanwhile() -> None:
-    """The listing of a folder in memory then begins again."""
+def test_scan_counts_each_entry_once_during_removals() -> None:
+    """The listing of a folder in memory starts again after removals."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         Path(folder).chmod(0o700)
         keys = [object_key(Kind.EC, "0" * 32, str(n)).replace("/", "+") for n in range(2000)]
@@ -503,7 +503,7 @@ def test_scan_counts_each_entry_once_though_others_are_removed_meanwhile() -> No
         assert len(found) == len(set(found))
 
 
-def test_a_tally_that_was_wrong_is_corrected_as_far_as_a_scan_can_know(
+def test_wrong_usage_count_is_corrected_by_a_scan(
     cache: HostCache, peers: list["Peer"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for n in range(9):
@@ -515,12 +515,12 @@ def test_a_tally_that_was_wrong_is_corrected_as_far_as_a_scan_can_know(
 
     during_scan(monkeypatch, work)
     HostCache(cache.root, 100 * KIB)
-    assert 80 * KIB <= tally(cache) <= 95 * KIB
+    assert 80 * KIB <= used_bytes(cache) <= 95 * KIB
     HostCache(cache.root, 100 * KIB)
-    assert tally(cache) == 95 * KIB
+    assert used_bytes(cache) == 95 * KIB
 
 
-def test_who_needs_room_waits_for_whoever_is_making_it(
+def test_publish_waits_for_a_running_eviction(
     cache: HostCache, peers: list["Peer"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for n in range(10):
@@ -531,19 +531,19 @@ def test_who_needs_room_waits_for_whoever_is_making_it(
     assert {11, 20} <= held(cache)
 
 
-def test_an_entry_that_somebody_locks_for_good_is_replaced(cache: HostCache) -> None:
+def test_entry_locked_by_another_process_is_replaced(cache: HostCache) -> None:
     put(cache, 0)
     with path_of(cache, 0).open("rb") as theirs:
         fcntl.flock(theirs, fcntl.LOCK_EX)
         assert cache.open(KEYS[0]) is None
         with publish(cache, 0, b"again") as entry:
             assert bytes(entry.body) == b"again"
-    assert tally(cache) == len(b"again")
+    assert used_bytes(cache) == len(b"again")
 
 
 @pytest.fixture
 def inherited(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
-    """Let a process that lives on be forked as soon as a file is locked exclusively."""
+    """Fork a living process as soon as the given file is locked exclusively."""
     flock = fcntl.flock
     reading, writing = os.pipe()
     waiting: list[Path] = []
@@ -567,7 +567,7 @@ def inherited(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None
     assert [os.waitpid(child, 0)[1] for child in children] == [0]
 
 
-def test_a_tally_is_free_though_a_fork_lives(
+def test_usage_lock_is_released_despite_a_living_fork(
     cache: HostCache, inherited: Callable[[Path], None]
 ) -> None:
     inherited(cache.root / ".used")
@@ -575,7 +575,7 @@ def test_a_tally_is_free_though_a_fork_lives(
     put(cache, 1)
 
 
-def test_an_entry_that_was_not_evicted_is_free_though_a_fork_lives(
+def test_entry_lock_is_released_despite_a_living_fork(
     cache: HostCache, monkeypatch: pytest.MonkeyPatch, inherited: Callable[[Path], None]
 ) -> None:
     for n in range(10):
@@ -590,7 +590,7 @@ def test_an_entry_that_was_not_evicted_is_free_though_a_fork_lives(
 def before_lock(
     monkeypatch: pytest.MonkeyPatch, operation: int, happens: Callable[[], object]
 ) -> None:
-    """Let something happen just before the next lock of that kind on an entry is taken."""
+    """Call `happens` just before the next lock of that kind is taken on an entry."""
     flock = fcntl.flock
     waiting = [happens]
 
@@ -602,7 +602,7 @@ def before_lock(
     monkeypatch.setattr(fcntl, "flock", patched)
 
 
-def test_an_entry_evicted_while_it_is_opened_is_a_miss(
+def test_entry_evicted_during_open_is_a_miss(
     cache: HostCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(cache, 0)
@@ -610,7 +610,7 @@ def test_an_entry_evicted_while_it_is_opened_is_a_miss(
     assert cache.open(KEYS[0]) is None
 
 
-def test_an_entry_used_since_the_scan_is_not_evicted(
+def test_entry_used_since_the_scan_is_not_evicted(
     cache: HostCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for n in range(10):
@@ -620,7 +620,7 @@ def test_an_entry_used_since_the_scan_is_not_evicted(
     assert held(cache) == {0, *range(2, 11)}
 
 
-def test_an_entry_replaced_since_the_scan_is_not_evicted(
+def test_entry_replaced_since_the_scan_is_not_evicted(
     cache: HostCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for n in range(10):
@@ -635,13 +635,13 @@ def test_an_entry_replaced_since_the_scan_is_not_evicted(
     assert path_of(cache, 0).read_bytes() == b"new"
 
 
-def test_links_inside_are_not_followed(cache: HostCache, tmp_path: Path) -> None:
+def test_symbolic_link_in_the_cache_is_not_followed(cache: HostCache, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     path_of(cache, 0).symlink_to(tmp_path / "secret")
     assert cache.open(KEYS[0]) is None
 
 
-def test_threads_do_not_get_into_each_others_way(root: Path) -> None:
+def test_threads_can_publish_and_discard_concurrently(root: Path) -> None:
     cache = HostCache(root, 100 * KIB)
     failures: list[object] = []
 
@@ -663,10 +663,10 @@ def test_threads_do_not_get_into_each_others_way(root: Path) -> None:
     for thread in threads:
         thread.join()
     assert not failures
-    assert tally(cache) == 10 * KIB * len(held(cache)) <= 100 * KIB
+    assert used_bytes(cache) == 10 * KIB * len(held(cache)) <= 100 * KIB
 
 
-# Second processes: what they do is written to them, what they say is read from them.
+# Further processes, which read commands from stdin and print the results.
 PEER = """
 import sys
 from pathlib import Path
@@ -730,9 +730,7 @@ def peers(root: Path) -> Iterator[list[Peer]]:
         peer.kill()
 
 
-def test_the_pin_of_another_process_holds_until_it_dies(
-    cache: HostCache, peers: list[Peer]
-) -> None:
+def test_pin_of_another_process_holds_until_it_dies(cache: HostCache, peers: list[Peer]) -> None:
     put(cache, 0, 90 * KIB)
     assert peers[0].ask("pin 0 0")
     used_at(cache, 0, 0)
@@ -744,7 +742,7 @@ def test_the_pin_of_another_process_holds_until_it_dies(
     assert held(cache) == {1}
 
 
-def test_an_entry_of_another_process_is_ours_too(cache: HostCache, peers: list[Peer]) -> None:
+def test_entry_of_another_process_can_be_opened(cache: HostCache, peers: list[Peer]) -> None:
     assert peers[0].ask("publish 3 1000")
     with open_entry(cache, 3) as entry:
         assert bytes(entry.body) == b"\3" * 1000
@@ -752,21 +750,17 @@ def test_an_entry_of_another_process_is_ours_too(cache: HostCache, peers: list[P
     assert peers[1].ask("unpin 3 0")
 
 
-def test_processes_that_publish_at_once_keep_one_budget(
-    cache: HostCache, peers: list[Peer]
-) -> None:
+def test_concurrent_processes_stay_within_one_budget(cache: HostCache, peers: list[Peer]) -> None:
     chance = random.Random(0)
     for _ in range(150):
         for peer in peers:
             peer.tell(f"publish {chance.randrange(40)} {10 * KIB}")
     assert all(peer.hear() for peer in peers for _ in range(150))
-    assert tally(cache) == 10 * KIB * len(held(cache)) <= 100 * KIB
+    assert used_bytes(cache) == 10 * KIB * len(held(cache)) <= 100 * KIB
     assert not [*cache.root.glob(".*.tmp")]
 
 
-def test_writers_killed_at_any_moment_leave_a_sound_cache(
-    cache: HostCache, peers: list[Peer]
-) -> None:
+def test_killed_writers_leave_a_sound_cache(cache: HostCache, peers: list[Peer]) -> None:
     chance = random.Random(0)
     for round_ in range(4):
         victim = Peer(cache.root, 100 * KIB)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the host cache lies, and that it is ours alone."""
+"""The choice of the host cache's folder, and its privacy."""
 
 import os
 import re
@@ -35,7 +35,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disks:
-    """Say how large the disks below /dev/shm, /tmp and ~/.cache are; 0: it is not there."""
+    """Set the sizes of the disks below /dev/shm, /tmp and ~/.cache; 0: the disk is missing."""
     for name in ("shm", "tmp", "cache"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr(folder, "SHM", tmp_path / "shm")
@@ -60,7 +60,7 @@ def disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disks:
         (64 * GIB, 64 * GIB, 64 * GIB, 4 * GIB, "shm"),
         (2 * GIB, 64 * GIB, 64 * GIB, 4 * GIB, "shm"),  # small, but worth its speed
         (64 * MIB, 64 * GIB, 64 * GIB, 4 * GIB, "tmp"),
-        (64 * MIB, 64 * GIB, 64 * GIB, 32 * MIB, "shm"),  # all that was asked for
+        (64 * MIB, 64 * GIB, 64 * GIB, 32 * MIB, "shm"),  # as much as is wanted
         (0, 64 * GIB, 64 * GIB, 4 * GIB, "tmp"),
         (64 * MIB, 32 * MIB, 64 * GIB, 4 * GIB, "cache"),
         (64 * MIB, 0, 64 * GIB, 4 * GIB, "cache"),
@@ -68,7 +68,7 @@ def disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disks:
         (64 * MIB, 0, 0, 4 * GIB, "shm"),
     ],
 )
-def test_the_folder_is_where_there_is_room(
+def test_default_folder_is_on_a_disk_with_room(
     tmp_path: Path,
     disks: Disks,
     caplog: pytest.LogCaptureFixture,
@@ -88,7 +88,7 @@ def test_the_folder_is_where_there_is_room(
         assert "host_cache_dir" in message
 
 
-def test_a_place_that_cannot_be_written_is_none(
+def test_unwritable_place_is_not_chosen(
     tmp_path: Path, disks: Disks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disks(shm=64 * GIB, tmp=64 * GIB, cache=64 * GIB)
@@ -96,7 +96,7 @@ def test_a_place_that_cannot_be_written_is_none(
     assert default_root(4 * GIB) == tmp_path / "tmp" / OURS
 
 
-def test_the_folder_is_private(root: Path) -> None:
+def test_folder_and_entries_are_private(root: Path) -> None:
     entry = HostCache(root, 100 * KIB).publish(KEY, b"body")
     assert entry is not None
     assert root.stat().st_mode & 0o777 == 0o700
@@ -105,7 +105,7 @@ def test_the_folder_is_private(root: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o701, 0o770, 0o1777])
-def test_a_folder_that_others_may_enter_is_refused(root: Path, mode: int) -> None:
+def test_folder_that_others_may_enter_is_refused(root: Path, mode: int) -> None:
     root.mkdir()
     root.chmod(mode)
     with pytest.raises(
@@ -114,7 +114,7 @@ def test_a_folder_that_others_may_enter_is_refused(root: Path, mode: int) -> Non
         HostCache(root, KIB)
 
 
-def test_a_folder_of_somebody_else_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_of_another_user_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     HostCache(root, KIB)
     somebody = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: somebody)
@@ -122,7 +122,7 @@ def test_a_folder_of_somebody_else_is_refused(root: Path, monkeypatch: pytest.Mo
         HostCache(root, KIB)
 
 
-def test_a_link_or_a_file_is_refused(root: Path, tmp_path: Path) -> None:
+def test_symbolic_link_or_file_is_refused(root: Path, tmp_path: Path) -> None:
     HostCache(tmp_path / "real", KIB)
     root.symlink_to(tmp_path / "real")
     with pytest.raises(ConfigError, match="host_cache_dir: .* is a symbolic link"):
@@ -134,10 +134,10 @@ def test_a_link_or_a_file_is_refused(root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("squats", ["a link", "a folder"])
-def test_what_is_put_in_place_of_a_running_cache_is_not_used(
+def test_replacement_of_a_running_caches_folder_is_not_used(
     root: Path, tmp_path: Path, squats: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After a clean-up has removed the folder: nothing is read, written or removed there."""
+    """A clean-up has removed the folder: the replacement is neither read nor changed."""
     cache, elsewhere = HostCache(root, 1 << 20), tmp_path / "elsewhere"
     planted = HostCache(elsewhere, 1 << 20).publish(KEY, b"planted")
     assert planted is not None
@@ -153,7 +153,7 @@ def test_what_is_put_in_place_of_a_running_cache_is_not_used(
     assert cache.open(KEY) is None
     assert cache.publish(KEY, b"ours") is None
     claim = cache.claim(KEY)
-    assert claim is not None, "who cannot share the claim fetches on its own"
+    assert claim is not None, "without a shared claim each process fetches on its own"
     draft = cache.receive(KEY, 100)
     draft.begin(4)
     draft.write(0, b"ours")
@@ -165,13 +165,13 @@ def test_what_is_put_in_place_of_a_running_cache_is_not_used(
     assert "host_cache_dir: " in caplog.text
     root.unlink() if squats == "a link" else shutil.rmtree(root)
     entry = cache.publish(KEY, b"ours")
-    assert entry is not None, "once it is gone, the folder is made again"
+    assert entry is not None, "the folder is created again once the replacement is gone"
     assert bytes(entry.body) == b"ours"
 
 
 @pytest.fixture
 def squatted(disks: Disks, tmp_path: Path) -> Path:
-    """The folder that every process of this user would take, with room for it."""
+    """Return the folder that every process of this user prefers."""
     disks(shm=64 * GIB, tmp=64 * GIB, cache=64 * GIB)
     return tmp_path / "shm" / OURS
 
@@ -216,7 +216,7 @@ def opened(**options: Any) -> HostCache:
 
 
 @pytest.mark.parametrize("take", TAKEN)
-def test_a_name_that_somebody_has_taken_costs_a_warning(
+def test_taken_default_name_causes_a_warning_and_a_second_name(
     squatted: Path, take: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     take(squatted)
@@ -229,21 +229,19 @@ def test_a_name_that_somebody_has_taken_costs_a_warning(
     assert opened().root == cache.root, "all engines of the user share it"
 
 
-def test_another_name_that_is_taken_too_is_passed_over(squatted: Path) -> None:
+def test_taken_second_name_is_skipped(squatted: Path) -> None:
     taken_by_a_file(squatted)
     taken_by_a_link(squatted.with_name(f"{OURS}-2"))
     assert opened().root == squatted.with_name(f"{OURS}-3")
 
 
-def test_where_all_names_are_taken_it_lies_in_the_users_own_folder(
-    squatted: Path, tmp_path: Path
-) -> None:
+def test_users_cache_folder_is_used_if_all_names_are_taken(squatted: Path, tmp_path: Path) -> None:
     for root in default_roots(GIB)[:-1]:
         taken_by_a_file(root)
     assert opened().root == tmp_path / "cache" / OURS
 
 
-def test_where_that_is_taken_too_each_process_has_its_own(
+def test_each_process_has_a_folder_if_all_places_are_taken(
     squatted: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for root in default_roots(GIB):
@@ -257,7 +255,7 @@ def test_where_that_is_taken_too_each_process_has_its_own(
         assert cache.publish(KEY, b"body") is not None
 
 
-def test_a_folder_of_one_process_goes_when_it_ends(tmp_path: Path) -> None:
+def test_folder_of_one_process_is_removed_at_its_end(tmp_path: Path) -> None:
     program = "import sys, pathlib; from ecshare.store.hostcache.folder import temporary_root; "
     program += "root = temporary_root(pathlib.Path(sys.argv[1])); (root / 'x').touch(); print(root)"
     made = subprocess.run(
@@ -268,27 +266,25 @@ def test_a_folder_of_one_process_goes_when_it_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("take", TAKEN)
-def test_a_folder_that_was_named_is_used_or_refused(
-    tmp_path: Path, take: Callable[[Path], None]
-) -> None:
+def test_configured_folder_is_used_or_refused(tmp_path: Path, take: Callable[[Path], None]) -> None:
     take(tmp_path / "named")
     with pytest.raises(ConfigError, match="^host_cache_dir: "):
         opened(host_cache_dir=f"{tmp_path}/named")
 
 
-def test_whoever_looks_where_it_will_lie_is_told_the_same(squatted: Path) -> None:
+def test_doctor_and_engine_choose_same_cache_folder(squatted: Path) -> None:
     assert default_root(GIB) == squatted
     taken_by_a_file(squatted)
     assert default_root(GIB) == squatted.with_name(f"{OURS}-2") == opened().root
 
 
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="host_cache_dir: .* cannot be made"):
         HostCache(tmp_path / "file" / "host", KIB)
 
 
-def test_the_limit_is_not_more_than_half_of_the_disk(
+def test_limit_is_at_most_half_of_the_disk(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=100, f_frsize=1000))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects on their way into the host cache, and what readers get of them."""
+"""Objects that are being received into the host cache."""
 
 import gc
 import os
@@ -49,7 +49,7 @@ def file_of(cache: HostCache, key: Key = KEY) -> Path:
     return cache.root / key.replace("/", "+")
 
 
-def test_what_came_in_is_an_entry_once_it_is_published(cache: HostCache) -> None:
+def test_received_object_is_an_entry_once_published(cache: HostCache) -> None:
     received = incoming(cache)
     assert received.body == BODY
     assert received.body.readonly
@@ -66,7 +66,7 @@ def test_what_came_in_is_an_entry_once_it_is_published(cache: HostCache) -> None
     assert tally(cache) == len(BODY)
 
 
-def test_an_entry_that_came_in_is_pinned(cache: HostCache) -> None:
+def test_received_entry_is_pinned(cache: HostCache) -> None:
     received = incoming(cache, body=bytes(90 * KIB))
     assert cache.publish(KEYS[1], bytes(20 * KIB)) is None
     entry = received.publish()
@@ -78,7 +78,7 @@ def test_an_entry_that_came_in_is_pinned(cache: HostCache) -> None:
     assert cache.open(KEY) is None
 
 
-def test_what_is_discarded_leaves_nothing(cache: HostCache) -> None:
+def test_discarded_draft_leaves_nothing(cache: HostCache) -> None:
     received = incoming(cache)
     received.discard()
     received.discard()
@@ -91,7 +91,7 @@ def test_what_is_discarded_leaves_nothing(cache: HostCache) -> None:
     assert names(cache) == []
 
 
-def test_what_is_forgotten_leaves_nothing(cache: HostCache) -> None:
+def test_garbage_collected_draft_leaves_nothing(cache: HostCache) -> None:
     incoming(cache)
     gc.collect()
     assert names(cache) == []
@@ -99,16 +99,14 @@ def test_what_is_forgotten_leaves_nothing(cache: HostCache) -> None:
 
 
 @pytest.mark.parametrize("size", [LIMIT + 1, 1 << 62, -1])
-def test_a_size_beyond_the_limit_is_refused_before_anything_is_made(
-    cache: HostCache, size: int
-) -> None:
+def test_size_beyond_the_limit_creates_no_file(cache: HostCache, size: int) -> None:
     received = cache.receive(KEY, LIMIT)
     with pytest.raises(ObjectCorrupt, match=str(size)):
         received.begin(size)
     assert names(cache) == []
 
 
-def test_an_object_that_is_not_whole_cannot_be_read_or_published(cache: HostCache) -> None:
+def test_incomplete_object_cannot_be_read_or_published(cache: HostCache) -> None:
     received = cache.receive(KEY, LIMIT)
     with pytest.raises(ObjectCorrupt):
         _ = received.body
@@ -123,7 +121,7 @@ def test_an_object_that_is_not_whole_cannot_be_read_or_published(cache: HostCach
         received.write(95, bytes(6))
 
 
-def test_the_first_of_two_is_the_entry(cache: HostCache) -> None:
+def test_first_of_two_published_drafts_is_the_entry(cache: HostCache) -> None:
     first, second = incoming(cache), incoming(cache, body=bytes(10 * KIB))
     one = first.publish()
     two = second.publish()
@@ -134,7 +132,7 @@ def test_the_first_of_two_is_the_entry(cache: HostCache) -> None:
     assert tally(cache) == len(BODY)
 
 
-def test_without_room_the_bytes_come_in_all_the_same(cache: HostCache) -> None:
+def test_object_is_received_without_room_but_not_published(cache: HostCache) -> None:
     pin = cache.publish(KEYS[1], bytes(95 * KIB))
     received = incoming(cache)
     assert received.body == BODY
@@ -146,7 +144,7 @@ def test_without_room_the_bytes_come_in_all_the_same(cache: HostCache) -> None:
     assert pin is not None
 
 
-def test_a_view_of_what_came_in_outlives_everything(cache: HostCache) -> None:
+def test_view_outlives_draft_and_entry(cache: HostCache) -> None:
     received = incoming(cache)
     body = received.body
     entry = received.publish()
@@ -158,7 +156,7 @@ def test_a_view_of_what_came_in_outlives_everything(cache: HostCache) -> None:
     assert body == BODY
 
 
-def test_many_threads_may_write(cache: HostCache) -> None:
+def test_many_threads_may_write_to_a_draft(cache: HostCache) -> None:
     received = cache.receive(KEY, LIMIT)
     received.begin(64 * KIB)
     body = os.urandom(64 * KIB)
@@ -175,7 +173,7 @@ def test_many_threads_may_write(cache: HostCache) -> None:
     assert received.body == body
 
 
-def test_what_is_written_to_a_copy_nobody_else_sees(cache: HostCache) -> None:
+def test_writes_to_a_private_copy_are_not_shared(cache: HostCache) -> None:
     entry = incoming(cache).publish()
     assert entry is not None
     one, two = entry.copy_on_write(), entry.copy_on_write()

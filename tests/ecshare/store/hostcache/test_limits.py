@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that give one folder different limits hear of it."""
+"""Processes that give one folder different limits are warned."""
 
 import logging
 import subprocess
@@ -25,7 +25,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
 
 
-def test_the_limits_of_live_processes_are_known(
+def test_limits_of_live_processes_are_known(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = tmp_path / "host"
@@ -42,7 +42,7 @@ def test_the_limits_of_live_processes_are_known(
     assert cache.other_limits() == []
 
 
-def test_equal_limits_are_no_news(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_equal_limits_cause_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     one, two = (HostCache(tmp_path / "host", 100 * KIB) for _ in range(2))
     other = HostCache(tmp_path / "host", 300 * KIB)
     assert one.other_limits() == two.other_limits() == [300 * KIB]
@@ -52,7 +52,7 @@ def test_equal_limits_are_no_news(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert warnings(caplog) == []
 
 
-def test_odd_files_among_the_limits_are_ignored(tmp_path: Path) -> None:
+def test_foreign_files_among_the_limits_are_ignored(tmp_path: Path) -> None:
     cache = HostCache(tmp_path / "host", 100 * KIB)
     limits = tmp_path / "host" / ".limits"
     (limits / "12").symlink_to("/etc/passwd")

@@ -41,7 +41,7 @@ def file_of(cache: HostCache, n: int = 0) -> Path:
     return cache.root / KEYS[n].replace("/", "+")
 
 
-def tally(cache: HostCache) -> int:
+def used_bytes(cache: HostCache) -> int:
     return int.from_bytes((cache.root / ".used").read_bytes()[:8], "little", signed=True)
 
 
@@ -50,7 +50,7 @@ def names(cache: HostCache) -> set[str]:
     return {path.name for path in cache.root.iterdir()} - kept
 
 
-# A process that stops in the middle of what its arguments say, and says so.
+# A process that pauses in the middle of the operation named by its argument, and reports it.
 VICTIM = """
 import os, sys, time
 from pathlib import Path
@@ -89,7 +89,7 @@ elif verb == "name":
 
 @pytest.fixture(params=["receive", "publish", "name"])
 def killed(request: pytest.FixtureRequest, cache: HostCache) -> str:
-    """A process was killed while it received, wrote, or had just named its entry."""
+    """Kill a process while it receives, writes, or has just named its entry."""
     victim = subprocess.Popen(
         [sys.executable, "-c", VICTIM, str(cache.root), KEY, request.param],
         stdout=subprocess.PIPE,
@@ -104,7 +104,7 @@ def killed(request: pytest.FixtureRequest, cache: HostCache) -> str:
     return verb
 
 
-def test_what_a_killed_process_left_is_no_entry_and_soon_no_file(
+def test_files_of_a_killed_process_are_no_entries_and_are_removed(
     cache: HostCache, killed: str
 ) -> None:
     entry = cache.open(KEY)
@@ -118,10 +118,10 @@ def test_what_a_killed_process_left_is_no_entry_and_soon_no_file(
     assert cache.claim(KEY) is not None
     put(cache, 0)
     assert any(name.endswith(".tmp") for name in names(cache))
-    for n in range(1, 6):  # more than it holds: what the dead left goes before any entry does
+    for n in range(1, 6):  # more than fits: files of dead processes are removed before entries
         put(cache, n)
     assert not any(name.endswith(".tmp") for name in names(cache))
-    assert tally(cache) == len(BODY) * len(names(cache)) <= 100 * KIB
+    assert used_bytes(cache) == len(BODY) * len(names(cache)) <= 100 * KIB
 
 
 WRITER = """
@@ -146,21 +146,21 @@ cache.publish(key, body)
 """
 
 
-def test_many_writers_of_one_key_leave_one_sound_entry(cache: HostCache) -> None:
+def test_many_writers_of_one_key_leave_one_valid_entry(cache: HostCache) -> None:
     writers = [
         subprocess.Popen([sys.executable, "-c", WRITER, str(cache.root), KEY, str(seed)])
         for seed in range(4)
     ]
     assert [writer.wait() for writer in writers] == [0] * 4
     assert names(cache) == {file_of(cache).name}
-    assert tally(cache) == 20 * KIB
+    assert used_bytes(cache) == 20 * KIB
     entry = cache.open(KEY)
     assert entry is not None
     assert entry.body == bytes([7]) * (20 * KIB)
 
 
-def test_files_of_others_are_neither_counted_nor_removed(tmp_path: Path) -> None:
-    """A user may have named a folder that is in use."""
+def test_foreign_files_are_neither_counted_nor_removed(tmp_path: Path) -> None:
+    """A user may have configured a folder that is in use."""
     root = tmp_path / "host"
     root.mkdir(mode=0o700)
     others = ["thesis.tex", ".profile", "a+b", ".tmp", ".123.tmp", KEY.replace("/", "-")]
@@ -201,9 +201,7 @@ def odd_emptiness(path: Path) -> None:
 
 
 @pytest.mark.parametrize("odd", [odd_link, odd_pipe, odd_mode, odd_owner, odd_emptiness])
-def test_what_no_process_of_ours_has_written_is_not_read_but_replaced(
-    cache: HostCache, odd: object
-) -> None:
+def test_foreign_file_under_an_entrys_name_is_replaced(cache: HostCache, odd: object) -> None:
     assert callable(odd)
     odd(file_of(cache))
     assert cache.open(KEY) is None
@@ -211,7 +209,7 @@ def test_what_no_process_of_ours_has_written_is_not_read_but_replaced(
     assert stat.S_ISREG(file_of(cache).lstat().st_mode)
 
 
-def test_a_folder_under_an_entrys_name_costs_that_entry_only(cache: HostCache) -> None:
+def test_folder_under_an_entrys_name_blocks_only_that_entry(cache: HostCache) -> None:
     file_of(cache).mkdir()
     assert cache.open(KEY) is None
     assert cache.publish(KEY, BODY) is None
@@ -219,7 +217,7 @@ def test_a_folder_under_an_entrys_name_costs_that_entry_only(cache: HostCache) -
 
 
 @pytest.mark.parametrize("odd", [odd_link, odd_pipe])
-def test_a_tally_that_is_no_file_is_refused_at_start(tmp_path: Path, odd: object) -> None:
+def test_usage_file_that_is_no_file_is_refused_at_start(tmp_path: Path, odd: object) -> None:
     assert callable(odd)
     (tmp_path / "host").mkdir(mode=0o700)
     odd(tmp_path / "host" / ".used")
@@ -229,7 +227,7 @@ def test_a_tally_that_is_no_file_is_refused_at_start(tmp_path: Path, odd: object
 
 @pytest.fixture
 def crowded() -> Iterator[Path]:
-    """A folder of 100,000 entries of one byte: names of one file, which tmpfs makes fast."""
+    """Make a folder of 100,000 entries of one byte: hard links, which tmpfs makes fast."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # noqa: S108
         root = Path(folder) / "host"
         root.mkdir(mode=0o700)
@@ -242,7 +240,7 @@ def crowded() -> Iterator[Path]:
         evicted()
 
 
-def test_a_publish_among_very_many_entries_looks_at_none_of_them(
+def test_publish_among_very_many_entries_does_not_scan(
     crowded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = crowded
@@ -271,10 +269,10 @@ def test_a_publish_among_very_many_entries_looks_at_none_of_them(
     assert file_of(cache, 5).exists()
 
 
-def test_a_file_larger_than_the_system_allows_lies_in_memory(
+def test_object_beyond_the_file_size_limit_is_kept_in_memory(
     cache: HostCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """RLIMIT_FSIZE: a refusal by the real kernel, at the size and not at the last byte."""
+    """The kernel refuses it by RLIMIT_FSIZE, when the size is set."""
     put(cache, 1, bytes(KIB))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10 * KIB, hard))
@@ -288,7 +286,7 @@ def test_a_file_larger_than_the_system_allows_lies_in_memory(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert names(cache) == {file_of(cache, 1).name}
-    assert tally(cache) == KIB
+    assert used_bytes(cache) == KIB
 
 
 SMALL_DISK = """
@@ -350,17 +348,17 @@ print(28 <= fill(200) <= 32)
 """
 
 
-def test_others_find_room_on_the_disk_whatever_the_cache_has_taken(tmp_path: Path) -> None:
-    """Memory that others map in /dev/shm is not reserved: without room they die of SIGBUS."""
+def test_cache_leaves_room_on_the_disk_for_others(tmp_path: Path) -> None:
+    """Memory that others map in /dev/shm is not reserved: without room SIGBUS kills them."""
     assert run_on_a_disk(tmp_path, SHARED_DISK, "64m") == "True\nTrue\nTrue\n"
 
 
-def test_a_real_disk_that_is_full_is_made_room_on_and_never_kills(tmp_path: Path) -> None:
+def test_full_real_disk_causes_eviction_and_no_crash(tmp_path: Path) -> None:
     assert run_on_a_disk(tmp_path, SMALL_DISK, "8m") == "sound\n"
 
 
 def run_on_a_disk(tmp_path: Path, program: str, size: str) -> str:
-    """Run `program` on a tmpfs in a namespace of its own, where this user may have one."""
+    """Run `program` on a tmpfs in its own mount namespace, if this user may create one."""
     (tmp_path / "program.py").write_text(program)
     (tmp_path / "disk").mkdir()
     mount = f"mount -t tmpfs -o size={size} small {tmp_path}/disk"

@@ -28,7 +28,7 @@ def cache(tmp_path: Path) -> HostCache:
     return HostCache(tmp_path / "host", 1 << 20)
 
 
-def test_one_holds_a_key_at_a_time(cache: HostCache) -> None:
+def test_one_claim_per_key_at_a_time(cache: HostCache) -> None:
     claim = cache.claim(KEY)
     assert claim is not None
     assert cache.claim(KEY) is None
@@ -41,7 +41,7 @@ def test_one_holds_a_key_at_a_time(cache: HostCache) -> None:
     again.release()
 
 
-def test_what_was_published_just_before_a_claim_was_free_is_opened(
+def test_entry_published_just_before_the_claim_is_opened(
     cache: HostCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claim = HostCache.claim
@@ -56,23 +56,23 @@ def test_what_was_published_just_before_a_claim_was_free_is_opened(
     with found:
         assert bytes(found.body) == b"whole"
     monkeypatch.undo()
-    assert cache.claim(KEY) is not None, "nobody fetches it"
+    assert cache.claim(KEY) is not None, "the claim is released"
 
 
-def test_a_forgotten_claim_is_free(cache: HostCache) -> None:
+def test_garbage_collected_claim_is_released(cache: HostCache) -> None:
     claim = cache.claim(KEY)
     assert claim is not None
     del claim
     assert cache.claim(KEY) is not None
 
 
-def test_stores_do_not_hold_each_other_up(cache: HostCache) -> None:
+def test_claims_of_different_stores_are_independent(cache: HostCache) -> None:
     other_store = HostCache(cache.root, 1 << 20, "0123456789abcdef")
     with cache.claim(KEY) or pytest.fail("free"):
         assert other_store.claim(KEY) is not None
 
 
-def test_a_claim_dies_with_its_process(cache: HostCache) -> None:
+def test_claim_is_released_when_its_process_dies(cache: HostCache) -> None:
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(cache.root), KEY],
         stdin=subprocess.PIPE,
@@ -87,7 +87,7 @@ def test_a_claim_dies_with_its_process(cache: HostCache) -> None:
     assert cache.claim(KEY) is not None
 
 
-def test_a_released_claim_is_free_though_a_fork_lives(cache: HostCache) -> None:
+def test_released_claim_is_free_despite_a_living_fork(cache: HostCache) -> None:
     claim = cache.claim(KEY)
     assert claim is not None
     reading, writing = os.pipe()
@@ -103,7 +103,7 @@ def test_a_released_claim_is_free_though_a_fork_lives(cache: HostCache) -> None:
     os.waitpid(child, 0)
 
 
-def test_without_locks_everybody_may_fetch(
+def test_every_process_may_fetch_if_claims_cannot_be_locked(
     cache: HostCache, caplog: pytest.LogCaptureFixture
 ) -> None:
     (cache.root / ".claims").mkdir()

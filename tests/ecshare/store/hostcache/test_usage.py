@@ -14,7 +14,7 @@ from ecshare.store.hostcache.usage import HostLock, unlock_and_close
 
 SHORT_S, LONG_S = 0.05, 60.0
 
-# Takes the lock, says so, and stops; when it is let go on, it writes to the file and ends.
+# Takes the lock and stops itself; after it is continued, it writes to the file and ends.
 HOLDER = """
 import os, signal, sys
 from ecshare.store.hostcache.usage import HostLock
@@ -32,7 +32,7 @@ def path(tmp_path: Path) -> str:
 
 @pytest.fixture
 def stopped(path: str) -> Iterator["subprocess.Popen[bytes]"]:
-    """A process that was stopped while it holds the lock."""
+    """Start a process that is stopped while it holds the lock."""
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, path])
     assert os.WIFSTOPPED(os.waitpid(holder.pid, os.WUNTRACED)[1])
     yield holder
@@ -50,7 +50,7 @@ def held(lock: HostLock) -> Iterator[int]:
         unlock_and_close(fd)
 
 
-def test_one_at_a_time(path: str) -> None:
+def test_lock_is_held_by_one_thread_at_a_time(path: str) -> None:
     lock = HostLock(path, LONG_S)
     inside, most = 0, 0
 
@@ -70,7 +70,7 @@ def test_one_at_a_time(path: str) -> None:
     assert most == 1
 
 
-def test_an_attempt_waits_for_nobody(path: str) -> None:
+def test_attempt_does_not_wait(path: str) -> None:
     lock = HostLock(path, LONG_S)
     with held(lock):
         assert lock.attempt() is None
@@ -79,7 +79,7 @@ def test_an_attempt_waits_for_nobody(path: str) -> None:
     unlock_and_close(fd)
 
 
-def test_who_was_stopped_loses_the_lock_and_can_change_nothing_any_more(
+def test_stopped_holder_loses_the_lock_and_its_writes(
     path: str, stopped: "subprocess.Popen[bytes]"
 ) -> None:
     lock = HostLock(path, SHORT_S)
@@ -95,9 +95,9 @@ def test_who_was_stopped_loses_the_lock_and_can_change_nothing_any_more(
     assert os.listdir(os.path.dirname(path)) == [".lock"]
 
 
-def test_who_writes_is_alive(path: str) -> None:
+def test_watch_ends_only_without_writes(path: str) -> None:
     patience = HostLock(path, 0.0).watch()
-    assert not patience.is_over(), "there is no file yet"
+    assert not patience.is_over(), "the file does not exist yet"
     Path(path).touch()
     assert not patience.is_over()
     assert patience.is_over()
@@ -109,7 +109,7 @@ def test_who_writes_is_alive(path: str) -> None:
     assert not patience.is_over()
 
 
-def test_of_two_who_take_over_at_once_one_does(
+def test_one_of_two_concurrent_take_overs_succeeds(
     path: str, stopped: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock = HostLock(path, SHORT_S)
@@ -128,7 +128,7 @@ def test_of_two_who_take_over_at_once_one_does(
     unlock_and_close(taken[0])
 
 
-def test_what_is_no_file_is_an_error(path: str) -> None:
+def test_symbolic_link_in_place_of_the_lock_is_an_error(path: str) -> None:
     os.symlink("/etc/passwd", f"{path}2")
     with pytest.raises(OSError, match=r"\.lock2"):
         HostLock(f"{path}2", LONG_S).take()

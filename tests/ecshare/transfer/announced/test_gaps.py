@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who waits for an announced object is told that it will not be stored, and believes little."""
+"""Gap markers tell readers that an announced object is given up; invalid ones are ignored."""
 
 import time
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def start(tmp_path: Path) -> Engines:
 
 
 def end_of(engine: TransferEngine, timeout_s: float, *, heeds: bool = True) -> Outcome:
-    """How a wait for the announced object ends."""
+    """Wait for the announced object; return the outcome."""
     engine.submit(Fetch(KEY, timeout_s, is_announced=True, may_be_given_up=heeds))
     (done,) = engine.drain(timeout_s / 2 if timeout_s > SHORT_S else LONG_S)
     return done.outcome
@@ -64,7 +64,7 @@ def write(tmp_path: Path, body: bytes) -> None:
 
 
 @pytest.mark.parametrize("host", ["one", "two"])
-def test_who_waits_is_told(start: Engines, host: str) -> None:
+def test_waiting_reader_learns_that_the_object_is_given_up(start: Engines, host: str) -> None:
     writer, reader = start(), start(host)
     reader.submit(Fetch(KEY, LONG_S, is_announced=True, may_be_given_up=True))
     writer.submit(GiveUp(KEY))
@@ -74,12 +74,12 @@ def test_who_waits_is_told(start: Engines, host: str) -> None:
     reader.close()
 
 
-def test_any_part_of_an_object_tells_of_all() -> None:
+def test_all_shards_of_an_object_share_a_gap_marker() -> None:
     names = ("", "t0of1", "t3of4-s1")
     assert len({gap_key(object_key(Kind.KV, NAME, "a", name)) for name in names}) == 1
 
 
-def test_a_new_note_takes_the_place_of_an_old_one(
+def test_new_gap_marker_replaces_an_expired_one(
     start: Engines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     write(tmp_path, note_of(KEY, time.time() - 1e6))
@@ -92,7 +92,7 @@ def test_a_new_note_takes_the_place_of_an_old_one(
     reader.close()
 
 
-def test_what_is_there_counts_whatever_a_note_says(start: Engines, tmp_path: Path) -> None:
+def test_stored_object_is_found_despite_a_gap_marker(start: Engines, tmp_path: Path) -> None:
     write(tmp_path, note_of(KEY, time.time()))
     engine = start()
     slab = Staging(torch.device("cpu"), 1 << 20).reserve(TensorSpec("U8", (1,), {}))
@@ -105,7 +105,7 @@ def test_what_is_there_counts_whatever_a_note_says(start: Engines, tmp_path: Pat
     reader.close()
 
 
-def test_what_was_promised_is_waited_for_whatever_a_note_says(start: Engines) -> None:
+def test_fetch_without_may_be_given_up_ignores_gap_markers(start: Engines) -> None:
     engine = start()
     engine.submit(GiveUp(KEY))
     engine.drain(LONG_S)
@@ -130,14 +130,14 @@ OTHER_NOTES = {
 
 
 @pytest.mark.parametrize("name", gate_tries_only(("old", "text", "another's"), OTHER_NOTES))
-def test_other_notes_do_not_count(start: Engines, tmp_path: Path, name: str) -> None:
+def test_invalid_gap_markers_are_ignored(start: Engines, tmp_path: Path, name: str) -> None:
     write(tmp_path, OTHER_NOTES[name])
     engine = start()
     assert end_of(engine, SHORT_S) is Outcome.MISSING
     engine.close()
 
 
-def test_with_a_key_only_notes_that_were_written_with_it_count(
+def test_reader_with_a_key_accepts_only_gap_markers_of_that_key(
     start: Engines, tmp_path: Path
 ) -> None:
     write(tmp_path, note_of(KEY, time.time()))
@@ -152,13 +152,13 @@ def test_with_a_key_only_notes_that_were_written_with_it_count(
     writer.close()
 
 
-def test_who_asks_seldom_asks_for_a_note_each_time(
+def test_slow_polling_checks_the_gap_marker_every_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
 
     def note(_: object, operation: str, path: str) -> None:
-        assert operation == "exists", "there is nothing"
+        assert operation == "exists", "nothing is stored"
         asked.append(path.rpartition("/")[2])
 
     monkeypatch.setattr(GatedFileSystem, "pass_gate", note)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Those who wait for entries of the host cache learn of them, and cost little."""
+"""Waiting for entries of the host cache, at little cost."""
 
 import asyncio
 import os
@@ -39,7 +39,7 @@ def host(tmp_path: Path) -> CountingCache:
     return CountingCache(tmp_path / "host", LIMIT_BYTES)
 
 
-def test_what_another_process_publishes_is_seen(host: HostCache) -> None:
+def test_entry_published_by_another_process_is_seen(host: HostCache) -> None:
     async def play() -> list[bool]:
         watch = HostWatch(host)
         waiting = [asyncio.create_task(watch.appears(key(number), LONG_S)) for number in range(3)]
@@ -51,22 +51,24 @@ def test_what_another_process_publishes_is_seen(host: HostCache) -> None:
     assert asyncio.run(play()) == [True, True, True]
 
 
-def test_who_waits_in_vain_waits_no_longer_than_he_said(host: HostCache) -> None:
+def test_wait_for_a_missing_entry_ends_at_its_timeout(host: HostCache) -> None:
     assert not asyncio.run(HostWatch(host).appears(key(1), 0.02))
 
 
-def test_many_that_wait_ask_for_nothing_while_nothing_changes(host: CountingCache) -> None:
+def test_waiters_do_not_check_entries_while_the_folder_is_unchanged(host: CountingCache) -> None:
     async def play() -> None:
         watch = HostWatch(host)
         os.utime(host.root, ns=(10**9, 10**9))
         await asyncio.gather(*(watch.appears(key(number), 0.3) for number in range(100)))
 
     asyncio.run(play())
-    assert host.num_asked == 200, "each as it comes, and all at the first look"
+    assert host.num_asked == 200, (
+        "each checks at its start, and all at the first check of the folder"
+    )
 
 
-def test_two_changes_may_bear_the_same_time(host: HostCache) -> None:
-    """The clock of a file system stands still for milliseconds."""
+def test_two_changes_with_the_same_folder_time_are_seen(host: HostCache) -> None:
+    """A file system's time advances only every few milliseconds."""
     later_ns = time.time_ns() + 10**12
 
     async def play() -> None:
@@ -81,7 +83,7 @@ def test_two_changes_may_bear_the_same_time(host: HostCache) -> None:
     asyncio.run(play())
 
 
-def test_nothing_is_left_behind_when_the_last_one_is_cancelled(host: HostCache) -> None:
+def test_cancelled_last_waiter_leaves_no_task(host: HostCache) -> None:
     async def play() -> int:
         watch = HostWatch(host)
         waiting = asyncio.create_task(watch.appears(key(1), LONG_S))

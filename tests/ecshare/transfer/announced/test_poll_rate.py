@@ -22,7 +22,7 @@ def joined(stack: ExitStack, poll_rate: PollRate, number: int) -> list[Member]:
     return [stack.enter_context(poll_rate.joined()) for _ in range(number)]
 
 
-def test_few_are_not_held_back(clock: Clock) -> None:
+def test_few_waiters_poll_at_full_rate(clock: Clock) -> None:
     poll_rate = PollRate(clock)
     with ExitStack() as stack:
         (one, *_) = joined(stack, poll_rate, 5)
@@ -33,7 +33,7 @@ def test_few_are_not_held_back(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("number", [1, 30, 1000, 20_000])
-def test_however_many_they_are_they_ask_500_times_a_second(clock: Clock, number: int) -> None:
+def test_any_number_of_waiters_polls_500_times_a_second(clock: Clock, number: int) -> None:
     poll_rate = PollRate(clock)
     with ExitStack() as stack:
         members = []
@@ -43,7 +43,7 @@ def test_however_many_they_are_they_ask_500_times_a_second(clock: Clock, number:
         assert sum(1 / poll_rate.pause_s(each) for each in members) == pytest.approx(500)
 
 
-def test_many_that_have_waited_long_ask_less_often(clock: Clock) -> None:
+def test_many_old_waiters_poll_less_often(clock: Clock) -> None:
     poll_rate = PollRate(clock)
     with ExitStack() as stack:
         (one, *_) = joined(stack, poll_rate, 5)
@@ -56,7 +56,7 @@ def test_many_that_have_waited_long_ask_less_often(clock: Clock) -> None:
         assert poll_rate.pause_s(one) == pytest.approx(2.0), "100 a second together"
 
 
-def test_those_that_come_at_one_moment_count_at_once(clock: Clock) -> None:
+def test_waiters_joining_together_count_at_once(clock: Clock) -> None:
     poll_rate = PollRate(clock)
     with ExitStack() as stack:
         (first,) = joined(stack, poll_rate, 1)
@@ -65,7 +65,7 @@ def test_those_that_come_at_one_moment_count_at_once(clock: Clock) -> None:
         assert poll_rate.pause_s(first) == pytest.approx(2)
 
 
-def test_who_has_just_begun_asks_often_beside_many_that_have_waited_long(clock: Clock) -> None:
+def test_new_waiter_polls_often_beside_many_old_ones(clock: Clock) -> None:
     poll_rate = PollRate(clock)
     with ExitStack() as stack:
         (old, *_) = joined(stack, poll_rate, 1000)
@@ -75,7 +75,7 @@ def test_who_has_just_begun_asks_often_beside_many_that_have_waited_long(clock: 
         assert poll_rate.pause_s(old) > 2
 
 
-def test_those_that_have_gone_do_not_count(clock: Clock) -> None:
+def test_waiters_that_left_do_not_count(clock: Clock) -> None:
     poll_rate = PollRate(clock)
     with poll_rate.joined() as one:
         with ExitStack() as stack:

@@ -23,7 +23,7 @@ VERDICTS = ((ObjectMissing, Verdict.WORKS), (StoreError, Verdict.FAILED))
 
 
 class Operation:
-    """One that has begun, and ends when the test says so."""
+    """A running operation that the test ends."""
 
     def __init__(self, breaker: CircuitBreaker) -> None:
         self._held = breaker.attempt(VERDICTS)
@@ -59,7 +59,7 @@ def opened(clock: Clock) -> CircuitBreaker:
     return breaker
 
 
-def test_it_opens_after_consecutive_failures_only(clock: Clock) -> None:
+def test_breaker_opens_after_consecutive_failures_only(clock: Clock) -> None:
     breaker = CircuitBreaker("saves", clock)
     for _ in range(3):
         fail(begun(breaker))
@@ -72,7 +72,7 @@ def test_it_opens_after_consecutive_failures_only(clock: Clock) -> None:
     assert not may_begin(breaker)
 
 
-def test_it_is_probed_after_a_pause(clock: Clock) -> None:
+def test_open_breaker_is_probed_after_a_pause(clock: Clock) -> None:
     breaker = opened(clock)
     clock.now_s += 0.49
     assert not may_begin(breaker)
@@ -82,7 +82,7 @@ def test_it_is_probed_after_a_pause(clock: Clock) -> None:
     assert may_begin(breaker)
 
 
-def test_a_probe_that_showed_nothing_leaves_its_turn_to_the_next(clock: Clock) -> None:
+def test_inconclusive_probe_is_followed_by_another(clock: Clock) -> None:
     breaker = opened(clock)
     clock.now_s += 0.51
     probe = begun(breaker)
@@ -94,7 +94,7 @@ def test_a_probe_that_showed_nothing_leaves_its_turn_to_the_next(clock: Clock) -
     assert not may_begin(breaker)
 
 
-def test_no_probe_while_one_is_out(clock: Clock) -> None:
+def test_only_one_probe_runs_at_a_time(clock: Clock) -> None:
     breaker = opened(clock)
     clock.now_s += 0.51
     probe = begun(breaker)
@@ -107,7 +107,7 @@ def test_no_probe_while_one_is_out(clock: Clock) -> None:
     assert may_begin(breaker)
 
 
-def test_a_failed_probe_doubles_the_pause_up_to_a_limit(clock: Clock) -> None:
+def test_failed_probe_doubles_the_pause_up_to_a_limit(clock: Clock) -> None:
     breaker = opened(clock)
     clock.now_s += 0.51
     fail(begun(breaker))
@@ -124,7 +124,7 @@ def test_a_failed_probe_doubles_the_pause_up_to_a_limit(clock: Clock) -> None:
     assert may_begin(breaker)
 
 
-def test_many_failures_of_one_blip_make_no_longer_pause(clock: Clock) -> None:
+def test_concurrent_failures_do_not_lengthen_the_pause(clock: Clock) -> None:
     breaker = CircuitBreaker("saves", clock)
     operations = [begun(breaker) for _ in range(20)]
     for operation in operations[:10]:
@@ -139,7 +139,7 @@ def test_many_failures_of_one_blip_make_no_longer_pause(clock: Clock) -> None:
     assert may_begin(breaker)
 
 
-def test_a_success_closes_it_and_forgets_the_pause(clock: Clock) -> None:
+def test_success_closes_the_breaker_and_resets_the_pause(clock: Clock) -> None:
     breaker = opened(clock)
     clock.now_s += 0.51
     fail(begun(breaker))
@@ -153,7 +153,7 @@ def test_a_success_closes_it_and_forgets_the_pause(clock: Clock) -> None:
     assert may_begin(breaker)
 
 
-def test_failures_of_what_began_before_a_success_are_old_news(clock: Clock) -> None:
+def test_failures_started_before_a_success_do_not_count(clock: Clock) -> None:
     breaker = CircuitBreaker("saves", clock)
     before = [begun(breaker) for _ in range(4)]
     begun(breaker).succeed()
@@ -169,7 +169,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
     return [(record.levelno, record.getMessage()) for record in caplog.records]
 
 
-def test_the_log_says_once_that_it_opens_and_once_that_it_closes(
+def test_breaker_logs_opening_and_closing_once(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -185,7 +185,7 @@ def test_the_log_says_once_that_it_opens_and_once_that_it_closes(
     assert said(caplog)[1:] == [(logging.INFO, "store: saves work again")]
 
 
-def test_a_store_that_fails_now_and_then_does_not_fill_the_log(
+def test_flapping_breaker_logs_once_a_minute(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -196,10 +196,10 @@ def test_a_store_that_fails_now_and_then_does_not_fill_the_log(
         clock.now_s += 1.3
         probe = begun(breaker)
         probe.succeed()
-    assert len(said(caplog)) == 2 * 3, "it lasted for two minutes and a bit"
+    assert len(said(caplog)) == 2 * 3, "it lasted a little over two minutes"
 
 
-def test_what_a_server_says_cannot_forge_the_log(
+def test_server_message_is_escaped_in_the_log(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     breaker = CircuitBreaker("saves", clock)

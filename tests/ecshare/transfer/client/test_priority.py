@@ -10,7 +10,7 @@ MIB = 1 << 20
 
 
 class Turns:
-    """Operations that hold their turn until they are told to end."""
+    """Operations that hold their slot until the test ends them."""
 
     def __init__(self) -> None:
         self.admission = Admission(10.0, grows=True)
@@ -47,25 +47,25 @@ def turns() -> Turns:
     return Turns()
 
 
-async def test_loads_come_before_look_ups_before_saves(turns: Turns) -> None:
+async def test_loads_precede_lookups_and_lookups_precede_saves(turns: Turns) -> None:
     await turns.ask("large", Priority.LOAD, 97 * MIB)
     await turns.ask("save", Priority.SAVE)
     await turns.ask("load", Priority.LOAD, 1)
     await turns.ask("later save", Priority.SAVE)
     await turns.ask("look-up", Priority.LOOK_UP)
-    assert turns.begun == ["large", "save"], "a load waits for room, and nothing overtakes it"
+    assert turns.begun == ["large", "save"], "a load waits for bytes, and nothing overtakes it"
     await turns.end("large")
     assert turns.begun == ["large", "save", "load", "look-up", "later save"]
 
 
-async def test_notes_wait_for_no_save(turns: Turns) -> None:
+async def test_gap_markers_do_not_wait_for_saves(turns: Turns) -> None:
     await turns.ask("save", Priority.SAVE, 500 * MIB)
     await turns.ask("later save", Priority.SAVE, 1)
     await turns.ask("note", Priority.NOTE)
     assert turns.begun == ["save", "note"]
 
 
-async def test_bytes_in_flight_are_bounded_but_one_may_be_larger(turns: Turns) -> None:
+async def test_bytes_in_flight_are_bounded_but_a_single_load_may_exceed(turns: Turns) -> None:
     await turns.ask("huge", Priority.LOAD, 500 * MIB)
     await turns.ask("tiny", Priority.LOAD, 1)
     assert turns.begun == ["huge"]
@@ -76,7 +76,7 @@ async def test_bytes_in_flight_are_bounded_but_one_may_be_larger(turns: Turns) -
     assert turns.begun == ["huge", "tiny", "huge again"]
 
 
-async def test_the_number_in_flight_is_bounded(turns: Turns) -> None:
+async def test_number_of_operations_in_flight_is_bounded(turns: Turns) -> None:
     for number in range(40):
         await turns.ask(str(number), Priority.LOAD)
     assert len(turns.begun) == 32
@@ -84,7 +84,7 @@ async def test_the_number_in_flight_is_bounded(turns: Turns) -> None:
     assert turns.begun[-1] == "32"
 
 
-async def test_who_gives_up_waiting_is_not_in_the_way(turns: Turns) -> None:
+async def test_cancelled_waiter_does_not_block_the_queue(turns: Turns) -> None:
     await turns.ask("first", Priority.LOAD, 97 * MIB)
     await turns.ask("given up", Priority.LOAD, 1)
     await turns.ask("save", Priority.SAVE)
@@ -93,7 +93,7 @@ async def test_who_gives_up_waiting_is_not_in_the_way(turns: Turns) -> None:
     assert turns.begun == ["first", "save"]
 
 
-async def test_who_is_cancelled_in_his_turn_gives_it_back(turns: Turns) -> None:
+async def test_cancelled_operation_frees_its_slot(turns: Turns) -> None:
     await turns.ask("first", Priority.LOAD, 97 * MIB)
     await turns.ask("second", Priority.LOAD, 97 * MIB)
     await turns.cancel("first")
@@ -103,7 +103,7 @@ async def test_who_is_cancelled_in_his_turn_gives_it_back(turns: Turns) -> None:
     assert turns.begun == ["first", "second", "third"]
 
 
-async def test_who_is_cancelled_between_admission_and_start_gives_the_turn_back() -> None:
+async def test_operation_cancelled_right_after_admission_frees_its_slot() -> None:
     admission, first = Admission(10.0, grows=False), AsyncExitStack()
     await first.enter_async_context(admission.admitted(Priority.LOAD, 97 * MIB))
 
@@ -113,7 +113,7 @@ async def test_who_is_cancelled_between_admission_and_start_gives_the_turn_back(
 
     waiting = asyncio.create_task(enter())
     await settle()
-    await first.aclose()  # admits the other one, whose task has not run since
+    await first.aclose()  # admits the other operation before its task runs
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     assert waiting.cancelled()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the store's health hears of an operation, however it ends."""
+"""How operations count for the store's breakers, however they end."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ async def stalls(_: ObjectStore) -> None:
 
 
 class Stalled:
-    """An operation on the store that does not end before it is told how."""
+    """An operation on the store that ends when the test says how."""
 
     def __init__(self) -> None:
         self.has_begun = asyncio.Event()
@@ -75,7 +75,7 @@ async def left(
 async def client(
     clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[StoreClient]:
-    """With an open breaker, and a probe due."""
+    """Make a client with an open breaker and a due probe."""
     breaker = partial(CircuitBreaker, clock_s=clock.now_s)
     monkeypatch.setattr("ecshare.transfer.client.store_client.CircuitBreaker", breaker)
     store = open_store(StoreConfig(url=f"{tmp_path}/store"), "options")
@@ -89,7 +89,7 @@ async def client(
     await store.close()
 
 
-async def test_a_probe_whose_job_is_gone_is_still_the_only_one(
+async def test_probe_of_a_cancelled_job_is_still_the_only_one(
     client: StoreClient, clock: Clock
 ) -> None:
     probe = await left(client)
@@ -100,9 +100,7 @@ async def test_a_probe_whose_job_is_gone_is_still_the_only_one(
     await until(lambda: not client.open_breakers)
 
 
-async def test_a_probe_that_fails_after_its_job_is_gone_counts_too(
-    client: StoreClient, clock: Clock
-) -> None:
+async def test_failed_probe_of_a_cancelled_job_counts(client: StoreClient, clock: Clock) -> None:
     probe = await left(client)
     probe.ends(fails)
     await until(lambda: not client.num_in_flight)
@@ -114,7 +112,7 @@ async def test_a_probe_that_fails_after_its_job_is_gone_counts_too(
     assert not client.open_breakers
 
 
-async def test_a_probe_that_ended_by_a_bug_makes_way_for_another(
+async def test_probe_that_raised_a_bug_is_followed_by_another(
     client: StoreClient, clock: Clock
 ) -> None:
     with pytest.raises(RuntimeError):
@@ -135,7 +133,7 @@ def now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def test_a_job_that_runs_out_of_time_says_nothing_about_the_store(well: StoreClient) -> None:
+async def test_jobs_own_timeout_does_not_open_the_breaker(well: StoreClient) -> None:
     operations = [Stalled() for _ in range(8)]
     for each in operations:
         job = asyncio.create_task(well.ask(each, Priority.LOAD, 0, now_s() + 0.01))
@@ -149,7 +147,7 @@ async def test_a_job_that_runs_out_of_time_says_nothing_about_the_store(well: St
     assert not well.open_breakers
 
 
-async def test_an_operation_counts_when_it_ends_whoever_waits(well: StoreClient) -> None:
+async def test_failure_counts_although_its_job_was_cancelled(well: StoreClient) -> None:
     operations = [await left(well) for _ in range(4)]
     assert not well.open_breakers
     for each in operations:
@@ -158,8 +156,10 @@ async def test_an_operation_counts_when_it_ends_whoever_waits(well: StoreClient)
 
 
 @pytest.mark.parametrize("is_waited_for", [True, False])
-async def test_a_store_that_never_answers_is_gone(tmp_path: Path, is_waited_for: bool) -> None:
-    """Whether it keeps a time limit of its own or not."""
+async def test_store_that_never_responds_opens_the_breaker(
+    tmp_path: Path, is_waited_for: bool
+) -> None:
+    """This holds with and without a job that waits for it."""
     store = open_store(StoreConfig(url=f"{tmp_path}/store"), "options")
     client = StoreClient(store, timeout_s=0.01)
     for _ in range(4):
@@ -172,8 +172,8 @@ async def test_a_store_that_never_answers_is_gone(tmp_path: Path, is_waited_for:
     await store.close()
 
 
-async def test_a_store_that_is_too_slow_to_be_asked_may_still_move_objects(tmp_path: Path) -> None:
-    """Requests wait for answers less long than for objects."""
+async def test_short_response_timeout_does_not_apply_to_transfers(tmp_path: Path) -> None:
+    """Requests for objects have a longer timeout than others."""
     store = open_store(StoreConfig(url=f"{tmp_path}/store"), "options")
     client = StoreClient(store, timeout_s=30, answer_timeout_s=0.01)
     with pytest.raises(StoreBusy, match=r"the store took longer than 0\.01 s"):
@@ -189,8 +189,8 @@ async def test_a_store_that_is_too_slow_to_be_asked_may_still_move_objects(tmp_p
     await store.close()
 
 
-async def test_operations_that_are_left_alone_still_count_as_in_flight(well: StoreClient) -> None:
-    """However many jobs come and go, the store gets no more at a time than it is meant to."""
+async def test_operations_of_cancelled_jobs_count_as_in_flight(well: StoreClient) -> None:
+    """Cancelled jobs must not raise the number of concurrent requests."""
     operations = [await left(well, Priority.LOOK_UP) for _ in range(4)]
     waiting = asyncio.create_task(well.ask(answers, Priority.LOOK_UP))
     given_up = Stalled()
@@ -205,7 +205,7 @@ async def test_operations_that_are_left_alone_still_count_as_in_flight(well: Sto
     assert not given_up.has_begun.is_set()
 
 
-async def test_a_job_that_is_cancelled_twice_leaves_its_operation_alone(well: StoreClient) -> None:
+async def test_job_cancelled_twice_does_not_cancel_its_operation(well: StoreClient) -> None:
     operation = Stalled()
     job = asyncio.create_task(well.ask(operation, Priority.LOAD))
     await operation.has_begun.wait()
@@ -217,7 +217,7 @@ async def test_a_job_that_is_cancelled_twice_leaves_its_operation_alone(well: St
     await until(lambda: not well.num_in_flight)
 
 
-async def test_bugs_in_what_nobody_waits_for_are_no_oversight(
+async def test_exception_in_an_abandoned_operation_is_not_logged(
     well: StoreClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     (await left(well)).ends(breaks)
@@ -226,8 +226,8 @@ async def test_bugs_in_what_nobody_waits_for_are_no_oversight(
     assert not caplog.records
 
 
-async def test_an_error_keeps_no_memory_of_its_operation(well: StoreClient) -> None:
-    """The slab of a save that failed is free at once, and not when Python looks for cycles."""
+async def test_failed_operation_releases_its_memory_at_once(well: StoreClient) -> None:
+    """A failed save's slab is freed at once, not at the next garbage collection."""
     body = np.zeros(100, np.uint8)
     is_gone = weakref.ref(body)
 
@@ -253,18 +253,18 @@ async def fail(client: StoreClient, priority: Priority) -> None:
             await client.ask(fails, priority)
 
 
-async def test_saves_that_fail_cost_no_load_and_no_look_up(well: StoreClient) -> None:
+async def test_failed_saves_pause_only_saves(well: StoreClient) -> None:
     await fail(well, Priority.SAVE)
     assert well.open_breakers == {"write"}
     with pytest.raises(StoreUnavailable, match="saves failed repeatedly, and are paused"):
         await well.ask(answers, Priority.SAVE)
     for priority in (Priority.LOAD, Priority.LOOK_UP, Priority.POLL):
         await well.ask(answers, priority)
-    assert well.open_breakers == {"write"}, "that loads work says nothing about saves"
+    assert well.open_breakers == {"write"}, "working loads do not mean that saves work"
 
 
 @pytest.mark.parametrize("priority", [Priority.LOAD, Priority.LOOK_UP, Priority.POLL])
-async def test_loads_and_look_ups_that_fail_cost_no_save(
+async def test_failed_loads_and_lookups_pause_no_saves(
     well: StoreClient, priority: Priority
 ) -> None:
     await fail(well, priority)

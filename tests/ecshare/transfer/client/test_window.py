@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many saves are in flight to stores of several kinds. Time is simulated."""
+"""The window of saves in flight for stores of several kinds. Time is simulated."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
@@ -23,7 +23,7 @@ MB = 1e6
 CHUNK = 32 * MIB + 4096
 TIMEOUT_S = 10.0
 WAITING = 100
-# Chunks that are in flight at first, and saves of any size at most.
+# The initial window in chunks, and the largest number of saves.
 LEAST, MOST = 2, 64
 
 S3 = Link(total=2000 * MB, connection=80 * MB, latency_s=0.03)
@@ -36,7 +36,7 @@ def in_counted_time(test: Coroutine[Any, Any, None]) -> None:
 
 
 class Saves:
-    """Saves, or operations of another `priority`, of `sizes` in turn; many of them always wait."""
+    """Saves, or operations of another `priority`, of `sizes` in turn, with a long queue."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Saves:
     ) -> None:
         self.admission = Admission(TIMEOUT_S, grows=True)
         self.most = 0
-        """How many have been in flight at once since `goes_on` was called last."""
+        """The largest number in flight since the last call of `goes_on`."""
         self._save = save
         self._sizes = sizes
         self._priority = priority
@@ -86,7 +86,7 @@ class Saves:
     ("sizes", "fills"),
     [((4 * MIB,), 42), ((14 * MIB,), 29), ((CHUNK,), 26), ((36 * MIB,), 26), ((CHUNK, MIB), 26)],
 )
-def test_as_many_are_in_flight_as_fill_a_store_of_slow_connections(
+def test_window_grows_until_slow_connections_fill_the_store(
     sizes: tuple[int, ...], fills: int
 ) -> None:
     async def test() -> None:
@@ -103,7 +103,7 @@ def test_as_many_are_in_flight_as_fill_a_store_of_slow_connections(
 
 
 @pytest.mark.parametrize("priority", [Priority.LOAD, Priority.POLL])
-def test_more_is_loaded_at_once_from_a_store_of_slow_connections(priority: Priority) -> None:
+def test_load_window_grows_for_slow_connections(priority: Priority) -> None:
     async def test() -> None:
         loads = Saves(ThrottledStore(S3).move, priority=priority)
         await loads.goes_on(0.4)
@@ -116,7 +116,7 @@ def test_more_is_loaded_at_once_from_a_store_of_slow_connections(priority: Prior
 
 
 @pytest.mark.parametrize("link", [DISK, Link(100 * MB, 100 * MB, 0.001)])
-def test_no_more_are_in_flight_to_a_store_that_few_fill(link: Link) -> None:
+def test_window_stays_small_if_few_saves_fill_the_store(link: Link) -> None:
     async def test() -> None:
         saves = Saves(ThrottledStore(link).move)
         await saves.goes_on(10)
@@ -128,7 +128,7 @@ def test_no_more_are_in_flight_to_a_store_that_few_fill(link: Link) -> None:
     in_counted_time(test())
 
 
-def test_fewer_are_in_flight_when_the_store_takes_less() -> None:
+def test_window_shrinks_when_the_store_becomes_slower() -> None:
     async def test() -> None:
         store = ThrottledStore(S3)
         saves = Saves(store.move)
@@ -142,7 +142,7 @@ def test_fewer_are_in_flight_when_the_store_takes_less() -> None:
     in_counted_time(test())
 
 
-def test_few_are_in_flight_when_the_store_fails_and_more_when_it_works_again() -> None:
+def test_window_shrinks_on_failures_and_grows_after_recovery() -> None:
     async def test() -> None:
         store, fails = ThrottledStore(S3), False
 
@@ -165,7 +165,7 @@ def test_few_are_in_flight_when_the_store_fails_and_more_when_it_works_again() -
     in_counted_time(test())
 
 
-def test_saves_that_fail_together_count_once() -> None:
+def test_concurrent_failures_shrink_the_window_once() -> None:
     async def test() -> None:
         store, failing_since_s = ThrottledStore(S3), float("inf")
         loop = asyncio.get_running_loop()
@@ -187,8 +187,8 @@ def test_saves_that_fail_together_count_once() -> None:
     in_counted_time(test())
 
 
-def test_no_more_are_in_flight_where_each_takes_long() -> None:
-    """More in flight would be faster together, but closer to the time-out."""
+def test_window_does_not_grow_if_each_save_takes_long() -> None:
+    """A larger window would be faster, but closer to the time-out."""
 
     async def test() -> None:
         saves = Saves(ThrottledStore(Link(2000 * MB, 10 * MB, 0.03)).move)
@@ -199,7 +199,7 @@ def test_no_more_are_in_flight_where_each_takes_long() -> None:
     in_counted_time(test())
 
 
-def test_no_more_are_in_flight_if_none_has_waited() -> None:
+def test_window_does_not_grow_if_no_save_has_waited() -> None:
     async def test() -> None:
         store = ThrottledStore(S3)
         admission = Admission(TIMEOUT_S, grows=True)
@@ -223,7 +223,7 @@ def test_no_more_are_in_flight_if_none_has_waited() -> None:
 @pytest.mark.parametrize(
     ("url", "is_full"), [("s3://bucket/prefix", True), ("file://{folder}", False)]
 )
-def test_a_folder_has_no_more_writers_however_fast_it_is(
+def test_window_of_a_folder_does_not_grow(
     url: str, is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")

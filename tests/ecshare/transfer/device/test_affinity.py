@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which cores the threads of a transfer engine may use, told by a process that vLLM would bind."""
+"""The cores of a transfer engine's threads, in a process with bound cores as under vLLM."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def cores() -> list[int]:
 
 
 def threads(folder: Path, **environment: str) -> dict[str, list[int]]:
-    """Each thread's cores, by its name."""
+    """Return each thread's cores by the thread's name."""
     done = subprocess.run(
         [sys.executable, "-c", BOUND, str(folder)],
         env={**os.environ, **environment},
@@ -50,17 +50,17 @@ def threads(folder: Path, **environment: str) -> dict[str, list[int]]:
     return dict(found)
 
 
-def test_threads_keep_off_the_cores_that_compute(tmp_path: Path, cores: list[int]) -> None:
+def test_threads_avoid_the_computing_cores(tmp_path: Path, cores: list[int]) -> None:
     found = threads(tmp_path, GOMP_CPU_AFFINITY=str(cores[0]))
     assert found.pop(MAIN) == cores[:1]
     for name, allowed in found.items():
         assert set(allowed) <= set(cores[1:]), name
 
 
-def test_threads_stay_where_all_cores_compute(tmp_path: Path, cores: list[int]) -> None:
+def test_threads_are_not_moved_if_all_cores_compute(tmp_path: Path, cores: list[int]) -> None:
     found = threads(tmp_path, GOMP_CPU_AFFINITY=" ".join(map(str, cores)))
     assert set(map(tuple, found.values())) == {(cores[0],)}
 
 
-def test_threads_stay_where_nothing_is_bound(tmp_path: Path, cores: list[int]) -> None:
+def test_threads_are_not_moved_if_no_core_is_bound(tmp_path: Path, cores: list[int]) -> None:
     assert set(map(tuple, threads(tmp_path).values())) == {tuple(cores)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory in parts: what is given out is nobody else's, and what came back is whole again."""
+"""Host memory in parts: parts do not overlap, and freed parts are merged."""
 
 import re
 import sys
@@ -18,7 +18,7 @@ PAGE = 4096
 CPU = torch.device("cpu")
 
 
-def test_parts_have_whole_pages_and_the_first_that_fits_is_taken() -> None:
+def test_parts_have_whole_pages_and_first_fit_is_used() -> None:
     arena = Arena(4 * PAGE, CPU)
     one, two, three = (arena.take(size) for size in (1, PAGE + 1, PAGE))
     assert one is not None
@@ -35,8 +35,8 @@ def test_parts_have_whole_pages_and_the_first_that_fits_is_taken() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 5 * PAGE), st.integers(0, 20)), max_size=60))
-def test_parts_never_overlap_and_come_back(steps: list[tuple[int, int]]) -> None:
-    """Take, and now and then give back one that was taken before."""
+def test_parts_never_overlap_and_are_merged_again(steps: list[tuple[int, int]]) -> None:
+    """Take parts, and sometimes give an earlier one back."""
     arena, taken = Arena(16 * PAGE, CPU), []
     for size, which in steps:
         part = arena.take(size)
@@ -51,10 +51,10 @@ def test_parts_never_overlap_and_come_back(steps: list[tuple[int, int]]) -> None
             arena.give_back(taken.pop(which))
     for part in taken:
         arena.give_back(part)
-    assert arena.take(16 * PAGE) is not None, "it is one part again"
+    assert arena.take(16 * PAGE) is not None, "freed parts are merged"
 
 
-def test_a_part_that_is_read_comes_back_when_the_reader_lets_go() -> None:
+def test_part_with_a_reader_is_reused_after_the_reader_is_gone() -> None:
     class Reader:
         pass
 
@@ -67,7 +67,7 @@ def test_a_part_that_is_read_comes_back_when_the_reader_lets_go() -> None:
     assert arena.take(1) is not None
 
 
-def test_threads_take_and_give_back_at_once() -> None:
+def test_threads_can_take_and_give_back_concurrently() -> None:
     arena, errors = Arena(64 * PAGE, CPU), list[str]()
 
     def work(number: int) -> None:
@@ -77,7 +77,7 @@ def test_threads_take_and_give_back_at_once() -> None:
                 continue
             part.fill_(number)
             if not bool((part == number).all()):
-                errors.append("somebody else has it too")
+                errors.append("two threads have the same part")
             arena.give_back(part)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
@@ -89,16 +89,16 @@ def test_threads_take_and_give_back_at_once() -> None:
     assert arena.used_bytes == 0
 
 
-def test_a_host_that_gives_less_gives_what_it_has(caplog: Any) -> None:
-    """No system has so much."""
+def test_too_large_buffer_is_reduced_with_a_warning(caplog: Any) -> None:
+    """No host has this much memory."""
     staging = Staging(CPU, 1 << 60)
     assert "buffer_bytes: the host gives" in caplog.text
     assert staging.used_bytes == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_fork_does_not_share_it() -> None:
-    """Or the next write would move a page away from under a device that copies to it."""
+def test_arena_memory_is_not_inherited_by_a_fork() -> None:
+    """Otherwise copy-on-write would move a page that a device is copying to."""
     part = Arena(4 * PAGE, CPU).take(PAGE)
     assert part is not None
     maps = Path("/proc/self/smaps").read_text()
@@ -110,4 +110,4 @@ def test_a_fork_does_not_share_it() -> None:
         if int(first, 16) <= part.data_ptr() < int(end, 16)
     ]
     assert len(flags) == 1
-    assert "dc" in flags[0], "it is copied when the process forks"
+    assert "dc" in flags[0], "it is inherited by forks"

@@ -23,7 +23,7 @@ def staging() -> Staging:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16, torch.uint8])
-def test_copy_out_puts_the_bytes_behind_the_prologue(staging: Staging, dtype: torch.dtype) -> None:
+def test_copy_out_writes_after_the_prologue(staging: Staging, dtype: torch.dtype) -> None:
     tensor = torch.randn(33, 17).to(dtype)
     slab = staging.reserve(facts(33, 17, dtype=dtype_name(dtype)))
     assert slab is not None
@@ -32,7 +32,7 @@ def test_copy_out_puts_the_bytes_behind_the_prologue(staging: Staging, dtype: to
     assert bytes(slab.body[PROLOGUE_BYTES:]) == tensor.view(torch.uint8).numpy().tobytes()
 
 
-def test_copy_out_takes_any_strides(staging: Staging) -> None:
+def test_copy_out_accepts_any_strides(staging: Staging) -> None:
     tensor = torch.randn(8, 64, 16).transpose(0, 1)[3:9, :, ::2]
     slab = staging.reserve(facts(*tensor.shape))
     assert slab is not None
@@ -40,7 +40,7 @@ def test_copy_out_takes_any_strides(staging: Staging) -> None:
     assert torch.equal(slab.payload, tensor)
 
 
-def test_as_tensor_views_without_a_copy() -> None:
+def test_as_tensor_does_not_copy() -> None:
     body = bytearray(torch.arange(6, dtype=torch.float32).numpy().tobytes())
     tensor = as_tensor(memoryview(body), facts(2, 3))
     assert tensor.tolist() == [[0, 1, 2], [3, 4, 5]]
@@ -49,7 +49,7 @@ def test_as_tensor_views_without_a_copy() -> None:
     assert as_tensor(memoryview(b""), facts(0, 3)).shape == (0, 3)
 
 
-def test_the_budget_holds_and_comes_back(staging: Staging) -> None:
+def test_budget_limits_slabs_and_is_released(staging: Staging) -> None:
     first = staging.reserve(facts(3 * MIB // 4))
     assert first is not None
     assert staging.reserve(facts(MIB // 2)) is None
@@ -60,13 +60,13 @@ def test_the_budget_holds_and_comes_back(staging: Staging) -> None:
     assert staging.reserve(facts(MIB // 2)) is None
 
 
-def test_one_object_larger_than_the_budget_goes_alone(staging: Staging) -> None:
+def test_slab_larger_than_the_budget_is_reserved_alone(staging: Staging) -> None:
     large = staging.reserve(facts(2 * MIB))
     assert large is not None
     assert staging.reserve(facts(1)) is None
 
 
-def test_a_freed_slab_is_used_again_unless_somebody_may_still_read_it(staging: Staging) -> None:
+def test_freed_slab_is_reused_unless_it_may_still_be_read(staging: Staging) -> None:
     first = staging.reserve(facts(1000))
     assert first is not None
     place = first.payload.data_ptr()
@@ -90,8 +90,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return stand_in(monkeypatch)
 
 
-def test_an_embedding_is_copied_out_after_what_computes_it(gpu: Gpu) -> None:
-    """And nobody waits for the copy, but who needs the bytes."""
+def test_copy_out_runs_after_earlier_kernels_without_blocking(gpu: Gpu) -> None:
+    """Only `arrived` waits for the copy."""
     staging, tensor = Staging(torch.device("cpu"), MIB), torch.ones(4)
     slab = staging.reserve(facts(4))
     assert slab is not None
@@ -103,7 +103,7 @@ def test_an_embedding_is_copied_out_after_what_computes_it(gpu: Gpu) -> None:
     assert slab.payload.all()
 
 
-def test_kv_is_copied_out_before_later_kernels_overwrite_it(gpu: Gpu) -> None:
+def test_kv_is_copied_out_before_later_kernels(gpu: Gpu) -> None:
     staging, tensor = Staging(torch.device("cpu"), MIB), torch.ones(4)
     slab = staging.reserve(facts(4))
     assert slab is not None
@@ -114,8 +114,8 @@ def test_kv_is_copied_out_before_later_kernels_overwrite_it(gpu: Gpu) -> None:
     assert slab.payload.all()
 
 
-def test_memory_that_is_given_away_has_been_copied_out(gpu: Gpu) -> None:
-    """Its next owner does not launch on vLLM's stream."""
+def test_wait_copied_finishes_copies_before_memory_is_freed(gpu: Gpu) -> None:
+    """The memory's next owner does not use vLLM's stream."""
     staging, tensor = Staging(torch.device("cpu"), MIB), torch.ones(4)
     slab = staging.reserve(facts(4))
     assert slab is not None
@@ -126,7 +126,7 @@ def test_memory_that_is_given_away_has_been_copied_out(gpu: Gpu) -> None:
     assert slab.payload.all()
 
 
-def test_a_slab_that_is_let_go_early_is_not_used_before_its_copy_has_arrived(gpu: Gpu) -> None:
+def test_released_slab_is_not_reused_before_its_copy_ends(gpu: Gpu) -> None:
     staging = Staging(torch.device("cpu"), MIB)
     slab = staging.reserve(facts(4))
     assert slab is not None
@@ -143,11 +143,11 @@ def test_a_slab_that_is_let_go_early_is_not_used_before_its_copy_has_arrived(gpu
 
 @pytest.fixture
 def busy(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    """A GPU that comes to what vLLM launches only when it is told to, or waited for."""
+    """Make a GPU that runs vLLM's kernels only when a test says so or waits for them."""
     return stand_in(monkeypatch, is_busy=True)
 
 
-def test_what_is_copied_out_was_computed_before(busy: Gpu) -> None:
+def test_copy_out_waits_for_earlier_kernels_of_a_busy_gpu(busy: Gpu) -> None:
     staging, tensor = Staging(torch.device("cpu"), MIB), torch.zeros(4)
     slab = staging.reserve(facts(4))
     assert slab is not None
@@ -157,7 +157,7 @@ def test_what_is_copied_out_was_computed_before(busy: Gpu) -> None:
     assert slab.payload.all()
 
 
-def test_blocks_are_copied_out_between_the_kernels_that_fill_and_refill_them(busy: Gpu) -> None:
+def test_blocks_are_copied_out_between_filling_and_refilling_kernels(busy: Gpu) -> None:
     staging, tensor = Staging(torch.device("cpu"), MIB), torch.zeros(4)
     for waits in (lambda slab: slab.arrived(), lambda _: busy.finish()):
         slab = staging.reserve(facts(4))
@@ -172,9 +172,9 @@ def test_blocks_are_copied_out_between_the_kernels_that_fill_and_refill_them(bus
         busy.finish()
 
 
-def test_an_embedding_may_be_let_go_while_it_is_copied_out(busy: Gpu) -> None:
+def test_embedding_may_be_freed_while_it_is_copied_out(busy: Gpu) -> None:
     staging = Staging(torch.device("cpu"), MIB)
-    for tensor in (torch.ones(4, 2), torch.ones(2, 4).T):  # of the second one a copy is made
+    for tensor in (torch.ones(4, 2), torch.ones(2, 4).T):  # the second one needs a copy
         slab = staging.reserve(facts(4, 2))
         assert slab is not None
         staging.copy_out(slab, tensor)
@@ -183,8 +183,8 @@ def test_an_embedding_may_be_let_go_while_it_is_copied_out(busy: Gpu) -> None:
         assert torch.equal(slab.payload, torch.ones(4, 2))
 
 
-def test_an_embedding_that_was_brought_may_be_let_go_while_it_is_used(busy: Gpu) -> None:
-    """Its memory comes from another stream than that of the kernels that use it."""
+def test_loaded_embedding_may_be_freed_while_kernels_use_it(busy: Gpu) -> None:
+    """Its memory was allocated on another stream than that of the kernels."""
     staging, used = Staging(torch.device("cpu"), MIB), torch.zeros(4)
     brought = staging.bring(torch.ones(4))
     used.copy_(brought, non_blocking=True)
@@ -193,8 +193,8 @@ def test_an_embedding_that_was_brought_may_be_let_go_while_it_is_used(busy: Gpu)
     assert torch.equal(used, torch.ones(4))
 
 
-def test_what_is_loaded_comes_behind_what_was_launched_before(busy: Gpu) -> None:
-    """Kernels of before still use the blocks."""
+def test_loads_run_after_earlier_kernels(busy: Gpu) -> None:
+    """Earlier kernels still use the blocks."""
     streams, block, loaded = LoadStreams(torch.device("cpu"), 1024), torch.zeros(4), torch.ones(4)
     busy.compute.launch(lambda: block.fill_(7))
     with streams.after(streams.record()):
@@ -203,17 +203,17 @@ def test_what_is_loaded_comes_behind_what_was_launched_before(busy: Gpu) -> None
     assert torch.equal(block, torch.ones(4))
 
 
-def test_an_embedding_is_brought_by_host_memory_that_comes_back(gpu: Gpu) -> None:
+def test_host_memory_of_a_loaded_embedding_is_released(gpu: Gpu) -> None:
     staging, tensor = Staging(torch.device("cpu"), MIB), torch.ones(1000)
     brought = staging.bring(tensor)
-    tensor.zero_()  # it was read
+    tensor.zero_()  # it has been read
     assert brought.all()
     staging.end_brought()
     assert staging.used_bytes == 0
 
 
 def only_on(monkeypatch: pytest.MonkeyPatch, gpu: Gpu, has_memory: Callable[[Any], bool]) -> None:
-    """Let the device have no memory for streams of which `has_memory` is not true."""
+    """Let allocations fail on streams for which `has_memory` is false."""
     empty_like = torch.empty_like
 
     def limited(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -224,7 +224,7 @@ def only_on(monkeypatch: pytest.MonkeyPatch, gpu: Gpu, has_memory: Callable[[Any
     monkeypatch.setattr(torch, "empty_like", limited)
 
 
-def test_an_embedding_is_brought_to_what_vllm_has_freed_if_there_is_no_more(
+def test_load_uses_memory_vllm_freed_if_the_device_is_full(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     staging = Staging(torch.device("cpu"), MIB)
@@ -234,7 +234,9 @@ def test_an_embedding_is_brought_to_what_vllm_has_freed_if_there_is_no_more(
     assert staging.used_bytes == 0
 
 
-def test_a_full_device_keeps_no_host_memory(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_load_on_a_full_device_releases_host_memory(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     staging = Staging(torch.device("cpu"), MIB)
     only_on(monkeypatch, gpu, lambda stream: False)
     with pytest.raises(torch.OutOfMemoryError):
@@ -243,21 +245,21 @@ def test_a_full_device_keeps_no_host_memory(gpu: Gpu, monkeypatch: pytest.Monkey
     assert staging.used_bytes == 0
 
 
-def test_an_embedding_is_brought_without_room_too(gpu: Gpu) -> None:
+def test_embedding_is_loaded_without_free_staging_memory(gpu: Gpu) -> None:
     staging = Staging(torch.device("cpu"), 4096)
     full = staging.reserve(TensorSpec("U8", (0,), {}))
     assert full is not None
     assert staging.bring(torch.ones(4)).all()
 
 
-def test_a_cpu_brings_without_host_memory_of_its_own(staging: Staging) -> None:
-    """Nothing is under way after which it could be freed."""
+def test_load_on_a_cpu_uses_no_staging_memory(staging: Staging) -> None:
+    """There is no copy in flight whose end would release it."""
     for _ in range(3):
         assert staging.bring(torch.ones(MIB // 2)).all()
     assert staging.used_bytes == 0
 
 
-def test_idle_slabs_make_room_for_other_sizes(staging: Staging) -> None:
+def test_idle_slabs_are_freed_for_other_sizes(staging: Staging) -> None:
     for _ in range(3):
         slabs = [staging.reserve(facts(MIB // 8)) for _ in range(4)]
         for slab in slabs:
@@ -267,7 +269,7 @@ def test_idle_slabs_make_room_for_other_sizes(staging: Staging) -> None:
     assert large is not None
 
 
-def test_a_released_slab_cannot_be_touched(staging: Staging) -> None:
+def test_released_slab_cannot_be_used(staging: Staging) -> None:
     slab = staging.reserve(facts(4))
     assert slab is not None
     slab.release()
@@ -275,7 +277,7 @@ def test_a_released_slab_cannot_be_touched(staging: Staging) -> None:
         _ = slab.body
 
 
-def test_dtype_names_go_both_ways() -> None:
+def test_dtype_names_convert_both_ways() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8):
         assert torch_dtype(dtype_name(dtype)) is dtype
     with pytest.raises(ValueError, match="complex64"):

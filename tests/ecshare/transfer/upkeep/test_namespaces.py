@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine says of the namespaces beside its own."""
+"""What an engine logs about other namespaces."""
 
 import hashlib
 import logging
@@ -32,7 +32,7 @@ Start = Callable[..., TransferEngine]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start an engine of some facts, on a host of its own."""
+    """Start engines with the given facts, each with its own host cache."""
     started: list[TransferEngine] = []
 
     def start(facts: dict[str, Any], *, write: bool, kind: Kind = Kind.EC) -> TransferEngine:
@@ -51,7 +51,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[tuple[int, str]]]:
-    """Level and text of what was logged of namespaces since the last call."""
+    """Return level and text of log lines about namespaces since the last call."""
     caplog.set_level(logging.INFO, "ecshare.transfer.upkeep.namespaces")
     told = 0
 
@@ -79,7 +79,7 @@ def run(engine: TransferEngine, job: Job[Any]) -> None:
             done.value.release()
 
 
-def test_an_engine_beside_none_says_nothing(start: Start, said: Said) -> None:
+def test_engine_without_other_namespaces_logs_nothing(start: Start, said: Said) -> None:
     start(FACTS, write=True)
     start(FACTS, write=True)
     start(FACTS, write=False)
@@ -88,7 +88,7 @@ def test_an_engine_beside_none_says_nothing(start: Start, said: Said) -> None:
 
 
 @pytest.mark.parametrize("write", [True, False])
-def test_what_keeps_an_engine_from_what_is_stored_is_named(
+def test_differing_facts_of_the_nearest_namespace_are_logged(
     start: Start, said: Said, write: bool
 ) -> None:
     start(OTHER_MODEL, write=True)
@@ -101,11 +101,13 @@ def test_what_keeps_an_engine_from_what_is_stored_is_named(
     assert text.endswith(DIFFERENCE)
     start(FACTS, write=write)
     ((level, text),) = said()
-    assert level == (logging.INFO if write else logging.WARNING), "a writer's is known by now"
+    assert level == (logging.INFO if write else logging.WARNING), (
+        "the writer's manifest is stored now"
+    )
     assert text.endswith(DIFFERENCE)
 
 
-def test_a_reader_whose_manifest_has_expired_is_not_told_that_nothing_was_ever_stored(
+def test_reader_with_an_expired_manifest_logs_at_least_not_lately(
     start: Start, said: Said, tmp_path: Path
 ) -> None:
     start(OLDER, write=True)
@@ -117,21 +119,19 @@ def test_a_reader_whose_manifest_has_expired_is_not_told_that_nothing_was_ever_s
     assert "at least not lately" in text
 
 
-def test_another_model_beside_this_one_is_no_mistake(start: Start, said: Said) -> None:
+def test_namespace_of_another_model_is_logged_as_info(start: Start, said: Said) -> None:
     start(OTHER_MODEL, write=True)
     start(FACTS, write=True)
     assert [level for level, _ in said()] == [logging.INFO]
 
 
-def whether_it_is_anywhere() -> LookupRounds[bool]:
+def find_key() -> LookupRounds[bool]:
     (tier,) = yield (KEY,)
     return tier is not None
 
 
-@pytest.mark.parametrize(
-    "job", [Fetch(KEY, 5), Lookup((KEY,), 5), MultiLookup(whether_it_is_anywhere, 5)]
-)
-def test_a_reader_that_started_first_hears_of_the_writer_when_it_finds_nothing(
+@pytest.mark.parametrize("job", [Fetch(KEY, 5), Lookup((KEY,), 5), MultiLookup(find_key, 5)])
+def test_reader_started_first_logs_the_writers_namespace_on_a_miss(
     start: Start, said: Said, job: Job[Any]
 ) -> None:
     reader = start(FACTS, write=False)
@@ -158,7 +158,7 @@ async def store(tmp_path: Path) -> AsyncIterator[ObjectStore]:
 
 
 def digest_of(text: str) -> str:
-    """The namespace of facts too deep to be written as JSON here."""
+    """Return the namespace of facts that are too deep for Python's JSON writer."""
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -166,7 +166,7 @@ def watch_of(store: ObjectStore) -> NamespaceWatch:
     return NamespaceWatch(StoreClient(store, 10), Kind.EC, namespace_digest(FACTS), FACTS)
 
 
-async def test_no_word_is_said_twice(store: ObjectStore, said: Said) -> None:
+async def test_same_difference_is_logged_once(store: ObjectStore, said: Said) -> None:
     await write_manifest(store, Kind.EC, namespace_digest(OLDER), OLDER)
     watch = watch_of(store)
     await watch.compare()
@@ -179,7 +179,7 @@ async def test_no_word_is_said_twice(store: ObjectStore, said: Said) -> None:
     assert text.endswith('other):\n    epoch: "" != "1"')
 
 
-async def test_of_very_many_differences_some_are_shown(store: ObjectStore, said: Said) -> None:
+async def test_number_of_logged_differences_is_bounded(store: ObjectStore, said: Said) -> None:
     odd = {f"fact{number}": number for number in range(100)}
     await write_manifest(store, Kind.EC, namespace_digest(odd), odd)
     await watch_of(store).compare()
@@ -188,7 +188,7 @@ async def test_of_very_many_differences_some_are_shown(store: ObjectStore, said:
     assert text.count("\n") == 11
 
 
-async def test_a_store_that_fails_costs_the_comparison_only(
+async def test_failing_store_skips_the_comparison(
     store: ObjectStore, said: Said, tmp_path: Path
 ) -> None:
     manifests = tmp_path / "store" / "ec" / "2" / "manifests"
@@ -206,7 +206,7 @@ def deep(levels: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("levels", range(900, 1000, 20))
-def test_a_manifest_nested_deep_keeps_no_engine_from_starting(
+def test_engine_starts_beside_a_deeply_nested_manifest(
     start: Start, tmp_path: Path, levels: int
 ) -> None:
     text = '{"a":' * levels + "{}" + "}" * levels
@@ -216,7 +216,7 @@ def test_a_manifest_nested_deep_keeps_no_engine_from_starting(
     start(FACTS, write=True)
 
 
-async def test_facts_that_cannot_be_compared_cost_the_comparison_only(
+async def test_incomparable_facts_skip_the_comparison(
     store: ObjectStore, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     odd = Manifest("0" * 32, deep(5000), 0.0)
@@ -229,7 +229,7 @@ async def test_facts_that_cannot_be_compared_cost_the_comparison_only(
     assert said() == []
 
 
-def test_the_more_is_missed_the_rarer_it_is_looked_into(tmp_path: Path) -> None:
+def test_comparisons_become_rarer_with_more_misses(tmp_path: Path) -> None:
     watch = watch_of(open_store(StoreConfig(url=f"{tmp_path}/store"), "options"))
     due = [number for number in range(1, 5000) if watch.is_due(is_hit=False)]
     assert due == [1, 16, 256, 4096]

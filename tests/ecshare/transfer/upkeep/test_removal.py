@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many objects one process may remove. What is removed at all: see test_fetching.py."""
+"""How many objects one process may remove. For what is removed at all see test_fetch.py."""
 
 import pytest
 
@@ -30,13 +30,13 @@ def test_single_damaged_objects_may_be_removed(allowance: Allowance, clock: Cloc
         clock.now_s += 20
 
 
-def test_the_same_one_is_one(allowance: Allowance) -> None:
+def test_repeated_damage_of_one_object_counts_once(allowance: Allowance) -> None:
     for _ in range(100):
         allowance.found("key")
     assert not allowance.is_braking
 
 
-def test_many_at_once_stop_it_until_a_minute_has_passed_without_one(
+def test_many_damaged_objects_pause_removal_for_a_minute(
     allowance: Allowance, clock: Clock
 ) -> None:
     for number in range(10):
@@ -54,7 +54,7 @@ def test_many_at_once_stop_it_until_a_minute_has_passed_without_one(
     assert allowance.why_not() is None
 
 
-def test_an_hour_has_a_limit(allowance: Allowance, clock: Clock) -> None:
+def test_removals_per_hour_are_bounded(allowance: Allowance, clock: Clock) -> None:
     for _ in range(20):
         assert allowance.why_not() is None
         allowance.removed()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A writer's manifest and mark outlive an expiry rule while it runs."""
+"""A running writer renews its manifest and mark, so that no expiry rule removes them."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ Start = Callable[..., TransferEngine]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start engines, which write their record anew all the time with the fixture `often`."""
+    """Start engines. With the fixture `often` they renew their manifests all the time."""
     started: list[TransferEngine] = []
 
     def start(url: str, *, write: bool = True, **options: Any) -> TransferEngine:
@@ -53,7 +53,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def failures(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    """What was said of writes that failed."""
+    """Return the log records of failed writes."""
     return [record for record in caplog.records if record.name == renewal.logger.name]
 
 
@@ -66,8 +66,8 @@ def grow_old(*paths: Path) -> None:
         os.utime(path, (LONG_AGO, LONG_AGO))
 
 
-def test_a_start_makes_an_old_manifest_and_its_mark_young(start: Start, tmp_path: Path) -> None:
-    """The rule counts from the last write: an engine that came late would see them go."""
+def test_start_renews_an_old_manifest_and_mark(start: Start, tmp_path: Path) -> None:
+    """An expiry rule counts from the last write, which may be long before a late start."""
     store = tmp_path / "store"
     start(str(store)).close()
     grow_old(store / MANIFEST, store / MARK)
@@ -77,7 +77,7 @@ def test_a_start_makes_an_old_manifest_and_its_mark_young(start: Start, tmp_path
 
 
 @pytest.mark.usefixtures("often")
-def test_a_running_engine_keeps_them_young(start: Start, tmp_path: Path) -> None:
+def test_running_engine_renews_manifest_and_mark(start: Start, tmp_path: Path) -> None:
     store = tmp_path / "store"
     start(str(store))
     grow_old(store / MANIFEST, store / MARK)
@@ -86,7 +86,7 @@ def test_a_running_engine_keeps_them_young(start: Start, tmp_path: Path) -> None
 
 @pytest.mark.s3
 @pytest.mark.usefixtures("often")
-def test_what_a_rule_has_removed_from_a_bucket_comes_back(
+def test_manifest_and_mark_expired_in_a_bucket_are_written_again(
     start: Start, seaweed: SeaweedFS, tmp_path: Path
 ) -> None:
     url = f"{seaweed.url}/{tmp_path.name}"
@@ -97,7 +97,7 @@ def test_what_a_rule_has_removed_from_a_bucket_comes_back(
 
 
 def found(engine: TransferEngine) -> tuple[bool, ...]:
-    """Whether the store has the manifest and the mark."""
+    """Return whether the store has the manifest, and whether it has the mark."""
     engine.submit(Lookup((MANIFEST, MARK), 10, store_only=True))
     (done,) = engine.drain(10)
     assert done.outcome is Outcome.OK
@@ -106,20 +106,20 @@ def found(engine: TransferEngine) -> tuple[bool, ...]:
 
 
 async def remove(config: StoreConfig) -> None:
-    """What the rule does."""
+    """Remove both objects, as an expiry rule does."""
     store = open_store(config, "options")
     await store.delete([MANIFEST, MARK])
     await store.close()
 
 
 @pytest.mark.usefixtures("often")
-def test_an_engine_that_only_reads_writes_nothing(start: Start, tmp_path: Path) -> None:
+def test_reader_writes_nothing(start: Start, tmp_path: Path) -> None:
     start(str(tmp_path / "store"), write=False)
     assert [path for path in (tmp_path / "store").rglob("*") if path.is_file()] == []
 
 
 @pytest.mark.usefixtures("often")
-def test_a_store_that_fails_is_said_once_and_tried_again(
+def test_failed_renewal_is_logged_once_and_retried(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, renewal.logger.name)
@@ -139,7 +139,7 @@ def test_a_store_that_fails_is_said_once_and_tried_again(
     wait_until(lambda: is_young(store / MANIFEST))
 
 
-def test_what_somebody_put_in_its_place_keeps_no_engine_from_starting(
+def test_engine_starts_with_a_folder_in_place_of_its_manifest(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = tmp_path / "store"
@@ -148,7 +148,7 @@ def test_what_somebody_put_in_its_place_keeps_no_engine_from_starting(
     assert "cannot store the manifest" in caplog.text
 
 
-def test_what_somebody_put_in_the_manifests_place_keeps_no_mark_away(
+def test_mark_is_written_despite_a_folder_in_place_of_the_manifest(
     start: Start, tmp_path: Path
 ) -> None:
     store = tmp_path / "store"
@@ -159,7 +159,7 @@ def test_what_somebody_put_in_the_manifests_place_keeps_no_mark_away(
 
 @pytest.fixture
 def no_replacing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As some buckets' policies have it, or a folder of several users with the sticky bit."""
+    """Refuse replacing writes, as some bucket policies and sticky folders do."""
 
     def refuse(_: str, path: str, **__: object) -> None:
         raise PermissionError(1, "Operation not permitted", path)
@@ -168,7 +168,7 @@ def no_replacing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_replacing")
-def test_who_may_create_and_not_replace_leaves_what_is_there(
+def test_writer_that_may_not_replace_keeps_existing_manifests(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = tmp_path / "store"
@@ -179,9 +179,7 @@ def test_who_may_create_and_not_replace_leaves_what_is_there(
 
 
 @pytest.mark.usefixtures("no_replacing", "often")
-def test_who_may_create_and_not_replace_writes_what_has_expired(
-    start: Start, tmp_path: Path
-) -> None:
+def test_writer_that_may_not_replace_writes_expired_manifests(start: Start, tmp_path: Path) -> None:
     store = tmp_path / "store"
     start(str(store))
     for path in (store / MANIFEST, store / MARK):
@@ -190,7 +188,7 @@ def test_who_may_create_and_not_replace_writes_what_has_expired(
 
 
 @pytest.mark.usefixtures("no_replacing")
-def test_who_may_not_replace_says_that_what_is_there_is_damaged(
+def test_writer_that_may_not_replace_logs_a_damaged_manifest(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = tmp_path / "store"
@@ -201,10 +199,10 @@ def test_who_may_not_replace_says_that_what_is_there_is_damaged(
 
 
 @pytest.mark.parametrize("refusal", ["conflict", "412", "304"])
-def test_what_was_refused_does_not_count_as_written(
+def test_refused_manifest_does_not_count_as_written(
     start: Start, caplog: pytest.LogCaptureFixture, refusal: str
 ) -> None:
-    """409 and 412 are no word for "it exists" in answer to a write that replaces."""
+    """In response to a replacing write, 409 and 412 do not mean that the object exists."""
     with bad_s3() as server:
         options = {"storage_options": server.storage_options, "io_timeout_s": 2.0}
         start(f"s3://{BUCKET}", **options).close()
@@ -215,10 +213,10 @@ def test_what_was_refused_does_not_count_as_written(
 
 
 @pytest.mark.usefixtures("often")
-def test_what_cannot_be_renewed_costs_no_request(
+def test_failed_renewals_do_not_open_the_breaker(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody asks the store for anything else: renewals alone must not open its breaker."""
+    """There are no other requests: renewals alone must not open the breaker."""
     caplog.set_level(logging.DEBUG, renewal.logger.name)
     store = tmp_path / "store"
     engine = start(str(store))
@@ -227,7 +225,7 @@ def test_what_cannot_be_renewed_costs_no_request(
     assert not engine.open_breakers
 
 
-def test_a_closed_engine_renews_no_more(
+def test_closed_engine_stops_its_renewal(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[bool] = []

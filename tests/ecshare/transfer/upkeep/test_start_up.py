@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine starts without a store that cannot serve just now, not with one that never will."""
+"""An engine starts without a temporarily unavailable store, but not with a wrong one."""
 
 import errno
 import logging
@@ -80,10 +80,10 @@ def hangs(asked: Asked) -> None:
     asked.close_connection = True
 
 
-def test_a_store_that_hiccups_at_start_is_asked_again(
+def test_start_up_retries_temporary_failures(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # obstore asks three times before it gives up.
+    # obstore retries three times before it gives up.
     answers: list[Answer] = [*[busy] * 7, well, *[busy] * 4]
     with serving(lambda asked: (answers.pop(0) if answers else well)(asked)) as server:
         engine = engine_at(server.endpoint, tmp_path)
@@ -94,7 +94,7 @@ def test_a_store_that_hiccups_at_start_is_asked_again(
 
 
 @pytest.mark.parametrize("answer", [busy, conflict, unmet, unchanged, hangs, breaks_off, full])
-def test_an_engine_starts_without_a_store_that_cannot_serve_and_uses_it_later(
+def test_engine_starts_without_an_unavailable_store_and_uses_it_later(
     answer: Answer,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -123,11 +123,11 @@ def test_an_engine_starts_without_a_store_that_cannot_serve_and_uses_it_later(
             (done,) = engine.drain(10)
             return done.outcome is Outcome.OK
 
-        wait_until(is_answered, otherwise="it asks the store no more")
+        wait_until(is_answered, otherwise="it does not ask the store again")
         engine.close()
 
 
-def test_a_reader_starts_too(tmp_path: Path) -> None:
+def test_reader_starts_without_an_unavailable_store(tmp_path: Path) -> None:
     with serving(busy) as server:
         engine = engine_at(server.endpoint, tmp_path, io_timeout_s=0.5)
         engine.start_up(Kind.EC, DIGEST, FACTS, write=False)
@@ -157,7 +157,7 @@ def no_http(asked: Asked) -> None:
 
 @pytest.mark.parametrize("answer", [denied, no_bucket, web_page, moved, no_http])
 @pytest.mark.parametrize("write", [False, True])
-def test_what_can_never_work_is_refused_at_once(
+def test_permanent_failure_is_refused_at_once(
     answer: Answer, tmp_path: Path, *, write: bool
 ) -> None:
     with serving(answer) as server:
@@ -168,24 +168,24 @@ def test_what_can_never_work_is_refused_at_once(
 
 
 def redirected(asked: Asked) -> None:
-    """As S3 does with a new bucket of another region, in a header of each answer."""
+    """Respond as S3 does for a new bucket of another region, which each response names."""
     body = b"<Error><Code>TemporaryRedirect</Code><Message>Go there.</Message></Error>"
     there = f"http://{asked.headers['host']}{asked.path}"
     asked.say(307, body, location=there, x_amz_bucket_region="eu-north-1")
 
 
 def moved_for_good(asked: Asked) -> None:
-    """As S3 does with other buckets: without a location."""
+    """Respond as S3 does for older buckets: without a location."""
     asked.say(301, b"", x_amz_bucket_region="eu-north-1")
 
 
 def followed(asked: Asked) -> None:
-    """As it looks where obstore has followed: without a signature."""
+    """Respond as S3 does after obstore has followed a redirect without a signature."""
     asked.say(403, b"<Error><Code>AccessDenied</Code></Error>", x_amz_bucket_region="eu-north-1")
 
 
 @pytest.mark.parametrize("answer", [redirected, moved_for_good, followed])
-def test_the_region_of_the_bucket_is_named(answer: Answer, tmp_path: Path) -> None:
+def test_config_error_names_the_buckets_region(answer: Answer, tmp_path: Path) -> None:
     with serving(answer) as server:
         engine = engine_at(server.endpoint, tmp_path)
         with pytest.raises(ConfigError, match="in the region eu-north-1, and us-east-1 was asked"):
@@ -194,7 +194,7 @@ def test_the_region_of_the_bucket_is_named(answer: Answer, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("region", ["us-east-1", "a b; c", "", "y" * 50])
-def test_no_other_region_is_named(region: str, tmp_path: Path) -> None:
+def test_same_or_malformed_region_is_not_named(region: str, tmp_path: Path) -> None:
     def answer(asked: Asked) -> None:
         asked.say(403, b"<Error><Code>AccessDenied</Code></Error>", x_amz_bucket_region=region)
 
@@ -208,14 +208,14 @@ def test_no_other_region_is_named(region: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
-def test_nobody_there_or_no_tls_is_refused(scheme: str, tmp_path: Path) -> None:
+def test_refused_connection_or_missing_tls_is_a_config_error(scheme: str, tmp_path: Path) -> None:
     with serving(well) as server, socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1] if scheme == "http" else server.server_port
         closed.close()
         engine = engine_at(f"{scheme}://127.0.0.1:{port}", tmp_path)
         with pytest.raises(ConfigError, match="cannot be used") as caught:
             engine.probe(write=True)
-        # A client's own words may quote what was signed.
+        # A client's message may contain signed URLs.
         assert caught.value.__suppress_context__
         engine.close()
 
@@ -229,15 +229,13 @@ def test_nobody_there_or_no_tls_is_refused(scheme: str, tmp_path: Path) -> None:
         (errno.ENOTDIR, StoreUnavailable),
     ],
 )
-def test_a_full_disk_may_pass(number: int, kind: type[Exception]) -> None:
+def test_full_disk_counts_as_temporary(number: int, kind: type[Exception]) -> None:
     with pytest.raises(StoreUnavailable) as caught, mapped_errors("a key"):
         raise OSError(number, os.strerror(number))
     assert type(caught.value) is kind
 
 
-def test_the_engines_log_names_secrets_that_lie_open(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_engine_logs_a_literal_secret(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with serving(well) as server, caplog.at_level(logging.WARNING):
         engine = engine_at(server.endpoint, tmp_path)
         engine.start_up(Kind.EC, DIGEST, FACTS, write=False)
