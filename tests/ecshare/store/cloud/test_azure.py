@@ -237,6 +237,7 @@ def test_secrets_reach_no_log() -> None:
 
 
 @pytest.mark.azure
+@pytest.mark.nightly
 async def test_a_real_server_tells_what_is_wrong(azurite: Azurite) -> None:
     wrong_key = azure_config(
         azurite,
