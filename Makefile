@@ -67,8 +67,10 @@ unit: setup
 packaging: setup
 	$(BIN)/python -m pytest -q -m packaging
 
+# To collect all tests takes a while. tests/conftest.py refuses tests of engines elsewhere.
+ENGINE_TESTS := tests/engines tests/benchmarks tests/lab/test_fork_server.py
 engines: setup
-	$(BIN)/python -m pytest -v -m "engine and not models and not nightly"
+	$(BIN)/python -m pytest -v --durations=40 --durations-min=3 -m "engine and not models and not nightly" $(ENGINE_TESTS)
 
 # All that the gate has no time for; goes on after a failure, and ends with a table.
 nightly: setup

@@ -21,6 +21,9 @@ from tests.waiting import Clock
 CACHE = Path(__file__).parents[1] / ".cache"
 LOGS = CACHE / "logs" / "tests"
 
+ENGINE_TESTS = ("tests/engines", "tests/benchmarks", "tests/lab/test_fork_server.py")
+"""Where `make engines` looks for tests of engines: to collect all others takes a while."""
+
 StartEngine = Callable[..., EngineProcess]
 
 # A shell lets its background jobs ignore SIGINT, and their children would inherit that.
@@ -29,6 +32,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # By default hypothesis fails a test that takes longer than 0.2 s, even on a busy machine.
 settings.register_profile("ours", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ours")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse tests of engines that `make engines` would not find."""
+    for item in items:
+        is_found = any(item.nodeid.startswith(each) for each in ENGINE_TESTS)
+        if item.get_closest_marker("engine") and not is_found:
+            others = map(item.get_closest_marker, ("models", "faults", "nightly"))
+            if not any(others):
+                raise pytest.UsageError(f"{item.nodeid}: not in ENGINE_TESTS, so no gate runs it")
 
 
 @pytest.fixture(scope="session")

@@ -32,8 +32,8 @@ NEEDS_NAMESPACES = pytest.mark.skipif(
         *nightly("store", "in_flight", "gpu", "load_or_compute"),
         pytest.param("router_hostile", marks=[NEEDS_NAMESPACES, pytest.mark.nightly]),
         # They start no engine, but loading and configuring vLLM takes as long.
-        pytest.param("encoder_cache", marks=pytest.mark.engine),
         pytest.param("kv_cache", marks=pytest.mark.engine),
+        pytest.param("encoder_cache", marks=[pytest.mark.engine, pytest.mark.models]),
         pytest.param("encoder_engines", marks=[pytest.mark.engine, pytest.mark.models]),
         pytest.param("encoder_first_token", marks=[pytest.mark.engine, pytest.mark.models]),
         pytest.param("kv_engines", marks=[pytest.mark.engine, pytest.mark.models]),

@@ -40,6 +40,7 @@ def test_shared_cache_example_runs(vlm: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("ecshare-*")), "it leaves its scratch folder behind"
 
 
+@pytest.mark.models
 def test_s3_example_runs(vlm: Path) -> None:
     said = []
     with subprocess.Popen(

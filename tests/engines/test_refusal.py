@@ -2,7 +2,6 @@
 """An engine whose options cannot work does not start, and its log says why in one sentence."""
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,15 +17,16 @@ def test_engine_with_impossible_options_does_not_start(engine: StartEngine, tmp_
     (tmp_path / "file").touch()
     host = str(tmp_path / "host")
     dead_s3 = {"key": "k", "secret": "not-for-the-log", "endpoint_url": "http://127.0.0.1:9"}
-    as_users = partial(engine, as_users=True)
-    mistyped = as_users("mistyped", ec_argument("consumer", str(tmp_path / "store"), wait=3))
-    unreachable = as_users(
+    mistyped = engine(
+        "mistyped", ec_argument("consumer", str(tmp_path / "store"), wait=3), as_users=True
+    )
+    unreachable = engine(
         "unreachable",
         kv_argument(
             "both", "s3://bucket", storage_options=dead_s3, host_cache_dir=host, io_timeout_s=2
         ),
     )
-    unwritable = as_users(
+    unwritable = engine(
         "unwritable", ec_argument("producer", f"{tmp_path}/file/store", host_cache_dir=host)
     )
     children = [
@@ -42,7 +42,7 @@ def test_engine_with_impossible_options_does_not_start(engine: StartEngine, tmp_
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"connectors": children},
     }
-    doubled = as_users("doubled", f"--kv-transfer-config={json.dumps(several)}")
+    doubled = engine("doubled", f"--kv-transfer-config={json.dumps(several)}")
     for refused, option in (
         (mistyped, "ec_connector_extra_config.wait"),
         (unreachable, "kv_connector_extra_config.url"),

@@ -237,6 +237,7 @@ def test_secrets_are_not_in_reprs() -> None:
 
 
 @pytest.mark.azure
+@pytest.mark.nightly
 async def test_azurite_errors_name_the_problem(azurite: Azurite) -> None:
     wrong_key = azure_config(
         azurite,
