@@ -58,7 +58,7 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/shellcheck .ci/run $(wildcard *.sh */*.sh */*/*.sh)
 
-# Two at a time, each file's in one process. Engines take all cores themselves, one test after the other.
+# Two at a time, each file's in one process.
 unit: setup
 	$(BIN)/python -m pytest -q -m "not engine and not packaging and not browser and not nightly" \
 		-n 2 --dist loadfile
@@ -67,10 +67,12 @@ unit: setup
 packaging: setup
 	$(BIN)/python -m pytest -q -m packaging
 
-# To collect all tests takes a while. tests/conftest.py refuses tests of engines elsewhere.
+# Two at a time here too: engines that start leave one core idle. To collect all tests takes a while:
+# tests/conftest.py refuses tests of engines elsewhere.
 ENGINE_TESTS := tests/engines tests/benchmarks tests/lab/test_fork_server.py
 engines: setup
-	$(BIN)/python -m pytest -v --durations=40 --durations-min=3 -m "engine and not models and not nightly" $(ENGINE_TESTS)
+	$(BIN)/python -m pytest -v -n 2 --dist loadfile --durations=40 --durations-min=3 \
+		-m "engine and not models and not nightly" $(ENGINE_TESTS)
 
 # All that the gate has no time for; goes on after a failure, and ends with a table.
 nightly: setup

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real things for tests: a small model, an S3 server, engines. All end with the test run."""
 
+import os
 import shutil
 import signal
 import sys
@@ -19,7 +20,7 @@ from lab.servers.s3 import SeaweedFS
 from tests.waiting import Clock
 
 CACHE = Path(__file__).parents[1] / ".cache"
-LOGS = CACHE / "logs" / "tests"
+LOGS = CACHE / "logs" / "tests" / os.environ.get("PYTEST_XDIST_WORKER", "")
 
 ENGINE_TESTS = ("tests/engines", "tests/benchmarks", "tests/lab/test_fork_server.py")
 """Where `make engines` looks for tests of engines: to collect all others takes a while."""

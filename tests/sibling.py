@@ -62,6 +62,8 @@ class Sibling(KVConnectorBase_V1, SupportsHMA):
         self.groups = kv_cache_config.kv_cache_groups
         self.starts: dict[str, int] = {}
         self.failed: set[str] = set()
+        self.admitted: dict[str, int] = {}
+        """How often a request had been preempted when it last got blocks."""
         self.loads: list[Load] = []
         self.results = KVConnectorTransferResults()
         self.invalid_blocks: set[int] = set()
@@ -71,7 +73,7 @@ class Sibling(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         params = request.kv_transfer_params or {}
-        if request.request_id in self.failed:
+        if request.request_id in self.failed or self._has_lost_its_load(request):
             return 0, False
         if self.options.get("brings") == "always":
             end = (request.num_tokens - 1) // self.block_tokens * self.block_tokens
@@ -83,12 +85,21 @@ class Sibling(KVConnectorBase_V1, SupportsHMA):
         num_tokens = max(0, end - num_computed_tokens)
         return num_tokens, self.is_async and num_tokens > 0
 
+    def _has_lost_its_load(self, request: Request) -> bool:
+        """Return whether a load of the request failed as a whole, be it another connector's.
+
+        vLLM then still counts the blocks that the request needs as reserved, by itself. Whoever
+        offers it a further asynchronous load has it wait for ever, unless all of that is free.
+        """
+        return self.admitted.get(request.request_id) == request.num_preemptions
+
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill"):
             params["do_remote_prefill"] = False
+        self.admitted[request.request_id] = request.num_preemptions
         start = self.starts.pop(request.request_id, 0)
         if num_external_tokens:
             load = Load(

@@ -71,7 +71,7 @@ class Siblings:
 
         `local_tokens`: of its local hit. `loaded_tokens`: which we load after these. `block_ids`:
         returns all its blocks, in order, of each cache group; called only in `scheduled`.
-        `names_source`: its params named a source when vLLM first asked about it.
+        `names_source`: its params named a source when vLLM last asked about it.
         """
         request = progress.request
         if request.num_computed_tokens:

@@ -327,8 +327,10 @@ class Loads:
         """Give up all loads, and those to come until `resume`: each fails as a whole.
 
         No block is written to any more on return. Waits for the copies under way, and never for the
-        store.
+        store. Does nothing if they are paused already.
         """
+        if self._is_paused:
+            return
         self._is_paused = True
         for load in tuple(self._loads.values()):
             self._give_up(load)

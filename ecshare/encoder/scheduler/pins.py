@@ -14,7 +14,7 @@ _REPORTED_S = 5.0
 
 
 class LatePins:
-    """Holds each pin for a limited time, and releases the oldest earlier if there are too many.
+    """Holds each pin for a limited time. If there are too many, those due next are released early.
 
     Ownership: vLLM's scheduler thread.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which items a producer has stored, and which it therefore announces."""
+"""Which items a producer has stored or will store, and so announces."""
 
 import json
 from collections.abc import Set
