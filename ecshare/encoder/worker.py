@@ -147,7 +147,7 @@ class EncoderWorker:
 
     def settle(self) -> None:
         """End a step. In the mode `durable`, block, bounded, until its saves are stored."""
-        self._staging.end_brought()
+        self._staging.free_arrived()
         if not self._is_durable:
             self._engine.poll()
         elif self._engine.in_flight:
@@ -202,7 +202,7 @@ class EncoderWorker:
         if stored is None:
             return None
         try:
-            return self._staging.bring(as_tensor(stored.payload, stored.spec))
+            return self._staging.copy_in(as_tensor(stored.payload, stored.spec))
         except torch.OutOfMemoryError as exc:
             logger.error("embedding %s: %s", order.key, exc)  # noqa: TRY400 — no bug of ours
             return None

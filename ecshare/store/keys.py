@@ -88,9 +88,9 @@ def object_key(kind: Kind, namespace: str, name: str | bytes, part: str = "") ->
 
 
 def gap_key(key: Key) -> Key:
-    """Return the key of the note that the object under `key` will not be stored; see gaps.py.
+    """Return the key of the note that the object under `key` will not be stored.
 
-    All parts of an object share it.
+    See absence_notes.py. All parts of an object share it.
     """
     folder, _, name = key.rpartition("/")
     return Key(f"{folder}/{name.partition('.')[0]}.gap")

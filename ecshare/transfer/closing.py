@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of the engines of a process: how long they may take, and that none is forgotten."""
+"""The end of a process's engines: their common time limit, and a stop at exit."""
 
 import atexit
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ _NEXT_S = 0.1
 
 
 class ClosingTime:
-    """Gives those that close one right after the other the time of one, together.
+    """Lets engines that close one right after the other share one time limit.
 
     Ownership: the thread that closes.
     """
@@ -39,24 +39,24 @@ class ClosingTime:
 
 class _Stoppable(Protocol):
     def stop(self) -> None:
-        """End its threads; if they have ended, do nothing."""
+        """End the engine's threads; if they have ended, do nothing."""
 
 
 _running: set[_Stoppable] = set()
 
 
 def stop_at_exit(engine: _Stoppable) -> None:
-    """Keep `engine`, and stop it when the process exits, unless `has_stopped` comes first."""
+    """Register `engine`, to be stopped when the process exits unless `has_stopped` is called."""
     _running.add(engine)
 
 
 def has_stopped(engine: _Stoppable) -> None:
-    """Keep `engine` no longer."""
+    """Unregister `engine`."""
     _running.discard(engine)
 
 
 @atexit.register
 def stop_all() -> None:
-    """Stop what was not closed: a thread that still runs while Python ends may crash it."""
+    """Stop engines that were not closed: a thread that runs while Python ends may crash it."""
     for engine in tuple(_running):
         engine.stop()

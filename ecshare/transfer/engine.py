@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves objects between this host and the store, on one thread of its own.
 
-Jobs go in, outcomes come out. Code below this file raises exceptions, code above it gets values: a
-vLLM hook submits and polls. It never sees an I/O error, and never waits for I/O while an engine
-has something to compute. TransferEngine is the side of the thread that submits, JobService the side
-of the I/O thread; they share two queues.
+Code below this file raises exceptions, code above it gets outcomes: a vLLM hook submits jobs and
+polls. It never sees an I/O error, and never waits for I/O while an engine has something to compute.
+TransferEngine is the side of the thread that submits, JobService the side of the I/O thread; they
+share two queues.
 
 A Put seals its slab, publishes the object to the host cache, then writes it to the store; a
-Backfill stores what the host cache has and the store has lost (save.py). A GiveUp tells those who
-wait for an object that it will not be stored (gaps.py). A Fetch asks the host
-cache, then the store; what comes from the store is verified and published, so that every process of
-this host reads the same verified bytes (fetch.py). A Lookup asks the host cache for each key and
-the store for the rest, in one batch; a MultiLookup does so in several rounds (lookup.py). A Run is
-work of another kind that a hook must not do.
+Backfill stores what the host cache has and the store has lost (save.py). A GiveUp leaves a note for
+waiting readers that an object will not be stored (absence_notes.py). A Fetch asks the host cache,
+then the store; an object from the store is verified and published, so that every process of this
+host reads the same verified bytes (fetch.py). A Lookup asks the host cache for each key, and the
+store for the rest in one batch; a MultiLookup does so in several rounds (lookup.py). A Run is other
+work that a hook must not do.
 """
 
 import asyncio
@@ -32,10 +32,11 @@ from ecshare.store.integrity import Integrity, open_integrity
 from ecshare.store.keys import Key, Kind
 from ecshare.store.objects import ObjectStore
 from ecshare.store.open import open_store
-from ecshare.transfer.announced.gaps import Gaps
+from ecshare.transfer.announced.absence_notes import AbsenceNotes
 from ecshare.transfer.client.store_client import StoreClient
 from ecshare.transfer.closing import ClosingTime, has_stopped, stop_at_exit
 from ecshare.transfer.fetch import Fetcher
+from ecshare.transfer.inline_reads import InlineReads
 from ecshare.transfer.jobs import (
     Backfill,
     Done,
@@ -56,7 +57,6 @@ from ecshare.transfer.lookup import Locator
 from ecshare.transfer.loop_thread import LoopThread
 from ecshare.transfer.packing import Packing
 from ecshare.transfer.pools import Pools
-from ecshare.transfer.quick_looks import QuickLooks
 from ecshare.transfer.save import Saver
 from ecshare.transfer.stats import Stats
 from ecshare.transfer.upkeep.start_up import StartUp
@@ -66,24 +66,24 @@ logger = logging.getLogger(__name__)
 # vLLM ends a worker that has not closed after 5 s.
 _CLOSE_S = 4.0
 _closing = ClosingTime()
-# A new request may have to wait for so long behind an engine that has nothing to compute.
+# The longest that a new request waits behind an engine that has nothing to compute.
 _IDLE_WAIT_S = 0.003
-# A process that exits without `close` waits no longer for the end of each I/O thread.
+# A process that exits without `close` waits at most this long for each I/O thread to end.
 _EXIT_S = 1.0
 
 
 class _Message(Struct, frozen=True):
-    """From the thread that submits to the I/O thread."""
+    """Jobs to begin and to cancel, from the thread that submits to the I/O thread."""
 
     begun: tuple[Handle[Any], ...] = ()
     cancelled: tuple[Handle[Any], ...] = ()
 
 
 class TransferEngine:
-    """Takes jobs, and hands out how they ended.
+    """Takes jobs, and returns how they ended.
 
-    Ownership: one thread submits, polls, drains and closes. Everything here belongs to it; `stats`
-    has the counts of transfers and that thread's own counts.
+    Ownership: one thread submits, polls, drains and closes. All fields belong to it; `stats` has
+    the counts of transfers and that thread's own counts.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class TransferEngine:
         """Open the store of `config`, unless `store` is given, and start the thread.
 
         `path`: where the user wrote the options, for messages. The engine closes the store.
-        `packing`: how objects are packed in the store; see Packing.
+        `packing`: how objects are packed in the store; None: not at all.
         `on_thread_start`: called first in each thread that copies slabs, runs a job's `use` or
         releases a slab; see `device_selector`.
 
@@ -113,16 +113,16 @@ class TransferEngine:
         self.in_flight = 0
         self.stats = Stats()
         self._is_closed = False
-        self._looks = QuickLooks(self.host)
+        self._inline = InlineReads(self.host)
         self._pools = Pools(on_thread_start)
-        # No request waits longer than `wait_s` for an answer: a store that needs longer is down.
+        # No request waits longer than `wait_s` for an answer: a slower store counts as down.
         answer_timeout_s = min(config.wait_s, config.io_timeout_s)
         client = StoreClient(store, config.io_timeout_s, answer_timeout_s)
         loop = asyncio.new_event_loop()
         self._start = StartUp(config, path, store, client, loop)
         self._service = JobService(self.host, client, self._start, self._pools, integrity, packing)
         self._done = self._service.done
-        # It starts the threads of the pools and of the store, which so have the same cores.
+        # The I/O thread starts those of the pools and of the store, which inherit its cores.
         self._io = LoopThread[_Message](
             loop, self._pools.begin_thread, self._service.take, self._service.end
         )
@@ -131,8 +131,8 @@ class TransferEngine:
     def probe(self, *, write: bool) -> bool:
         """Block until the store has answered, at start-up. `write`: it must also accept an object.
 
-        A store that cannot serve now is asked again for `io_timeout_s`. After that, return False
-        and log a warning: an engine must be able to start without its cache.
+        A store that cannot serve now is retried for `io_timeout_s`. After that, return False and
+        log a warning: an engine must be able to start without its cache.
 
         Raises:
             ConfigError: the store cannot be used with these options; names the option and the
@@ -151,8 +151,9 @@ class TransferEngine:
     ) -> None:
         """Do what `probe` does, and log how `facts` differ from those of other engines.
 
-        A writer also stores them as the manifest of its namespace, and an object under the key
-        `mark`, if given, of which only the existence matters. It writes both again every few hours.
+        A writer also stores them as the manifest of its namespace, and a small object under
+        the key `mark`, if given, of which only the existence matters. It writes both again every
+        few hours.
 
         Raises:
             ConfigError: as `probe`.
@@ -161,7 +162,7 @@ class TransferEngine:
 
     @property
     def open_breakers(self) -> frozenset[str]:
-        """Which of "read" and "write" have an open breaker. Any thread."""
+        """The directions, "read" and "write", whose breaker is open. Any thread."""
         return self._service.open_breakers
 
     def take_counts(self, half: str) -> dict[str, float]:
@@ -186,43 +187,42 @@ class TransferEngine:
         if not self._is_closed:
             self._io.inbox.put(_Message(handles))
             return
-        for handle in handles:  # the engine process is on its way out
+        for handle in handles:  # the engine process is shutting down
             self._done.put(_end_of(handle, Outcome.REJECTED))
 
-    def end_at_once(self, handle: Handle[StoredObject]) -> bool:
-        """Do a Fetch here and now if this host has its object in memory; return whether it ended.
+    def fetch_inline(self, handle: Handle[StoredObject]) -> bool:
+        """Do a Fetch on this thread if the host cache is in memory and has its object.
 
-        If so, its continuation was called. If not, nothing has happened: submit it. It neither
-        waits nor wakes a thread; see QuickLooks for how many there are until `begin_step`.
+        Return whether it did: the continuation was called. If not, nothing has changed: submit it.
+        Neither waits nor wakes a thread. InlineReads limits the number until `begin_step`.
         """
         job = handle.job
         if not isinstance(job, Fetch) or job.use is not None or job.in_store:
             return False
         handle.started_s = time.monotonic()
-        stored = self._looks.open(job)
+        stored = self._inline.open(job)
         if stored is None:
             return False
         seconds = time.monotonic() - handle.started_s
         moved = Moved("read", Tier.HOST, len(stored.payload), seconds)
-        self._tell(handle, Done(job, Outcome.OK, seconds, stored, (moved,)))
+        self._deliver(handle, Done(job, Outcome.OK, seconds, stored, (moved,)))
         return True
 
-    def has_at_once(self, keys: Iterable[Key]) -> bool:
+    def has_in_memory(self, keys: Iterable[Key]) -> bool:
         """Return whether this host has all these objects in memory; False if that is not known.
 
-        It neither waits nor wakes a thread; see QuickLooks for how many there are until
-        `begin_step`.
+        Neither waits nor wakes a thread. InlineReads limits the number until `begin_step`.
         """
-        return self._looks.has_all(keys)
+        return self._inline.has_all(keys)
 
     def begin_step(self) -> None:
-        """Allow as many looks and questions at once as a step may take."""
-        self._looks.begin_step()
+        """Allow the inline reads and checks of another step."""
+        self._inline.begin_step()
 
     def cancel(self, *handles: Handle[Any]) -> None:
         """Cancel jobs that were submitted. Never blocks, never raises.
 
-        Each job still gets one Done: CANCELLED, unless it had ended before.
+        Each job still gets one Done: CANCELLED, unless it has ended already.
         """
         if not self._is_closed:
             self._io.inbox.put(_Message(cancelled=handles))
@@ -240,15 +240,15 @@ class TransferEngine:
     def wait_idle(self) -> None:
         """Block until a job ends, for at most 3 ms, and call its continuation.
 
-        For a step in which the engine computes nothing because its requests wait, for jobs or for
-        the time of the next one. vLLM makes the next such step at once. Hundreds of them a second
-        would keep a core busy in each of its processes, and would learn of a job's end no sooner.
+        For a step in which the engine computes nothing, because its requests wait for jobs or for
+        their next attempt. vLLM starts the next such step at once. Hundreds of them a second would
+        keep a core busy in each of its processes, and would not see a job's end any sooner.
         """
         with suppress(queue.Empty):
             self._end(*self._done.get(timeout=_IDLE_WAIT_S))
 
     def drain(self, timeout_s: float, *, until: Handle[Any] | None = None) -> list[Done[Any]]:
-        """As `poll`, but block until all jobs or `until` have ended, for at most `timeout_s`."""
+        """Poll, but block until all jobs or `until` have ended, for at most `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         ended: list[Done[Any]] = []
         while self.in_flight:
@@ -263,10 +263,10 @@ class TransferEngine:
 
     def _end(self, handle: Handle[Any], done: Done[Any]) -> Done[Any]:
         self.in_flight -= 1
-        self._tell(handle, done)
+        self._deliver(handle, done)
         return done
 
-    def _tell(self, handle: Handle[Any], done: Done[Any]) -> None:
+    def _deliver(self, handle: Handle[Any], done: Done[Any]) -> None:
         for moved in done.moved:
             where = f"{moved.direction}/{moved.tier.value}"
             self.stats.add(f"transfer_bytes/{where}", moved.num_bytes)
@@ -277,12 +277,12 @@ class TransferEngine:
         """Give jobs in flight `timeout_s` to end, then stop. A second call does nothing.
 
         Engines of this process that are closed one right after the other share that time. Jobs that
-        have not ended are dropped. An object is whole in the store, or not there.
+        have not ended are dropped. An object in the store is always whole.
         """
         if self._is_closed:
             return
         with _closing.until(timeout_s) as deadline_s:
-            self._let_end(deadline_s)
+            self._wait_for_jobs(deadline_s)
             self._stop(timeout_s)
 
     def stop(self) -> None:
@@ -297,7 +297,7 @@ class TransferEngine:
         self._pools.close()
         has_stopped(self)
 
-    def _let_end(self, deadline_s: float) -> None:
+    def _wait_for_jobs(self, deadline_s: float) -> None:
         """Wait for the jobs in flight, without calling their continuations."""
         with suppress(queue.Empty):
             while self.in_flight:
@@ -314,7 +314,7 @@ class JobService:
     Ownership: the I/O thread, from the first `take` to `end`. Any thread may read `open_breakers`.
     """
 
-    def __init__(  # noqa: PLR0913 — all that the engine lends it
+    def __init__(  # noqa: PLR0913 — the parts of the engine that it uses
         self,
         host: HostCache,
         client: StoreClient,
@@ -325,13 +325,13 @@ class JobService:
     ) -> None:
         """Use what the engine owns, and close `client` in `end`."""
         self.done: queue.SimpleQueue[tuple[Handle[Any], Done[Any]]] = queue.SimpleQueue()
-        """The thread that submits takes them out."""
+        """Read by the thread that submits."""
         self._client = client
         self._start = start
         self._copies = pools.copies
-        self._gaps = Gaps(host, client, integrity)
+        self._notes = AbsenceNotes(host, client, integrity)
         self._saver = Saver(host, client, pools.copies, integrity, packing)
-        self._fetcher = Fetcher(host, client, pools.loads, integrity, self._gaps, packing)
+        self._fetcher = Fetcher(host, client, pools.loads, integrity, self._notes, packing)
         self._locator = Locator(host, client)
         self._serving: set[Handle[Any]] = set()
 
@@ -345,15 +345,15 @@ class JobService:
         """Begin and cancel jobs."""
         loop = asyncio.get_running_loop()
         for handle in message.begun:
-            handle.task = loop.create_task(self._attend(handle))
+            handle.task = loop.create_task(self._run_job(handle))
             self._serving.add(handle)
         for handle in message.cancelled:
             if handle in self._serving and handle.task is not None:
-                # Not at once: a task that has not begun would end without its Done.
+                # Deferred: a task that is cancelled before it begins would end without its Done.
                 loop.call_soon(handle.task.cancel)
 
     async def end(self) -> None:
-        """Cancel what is left and close the store."""
+        """Cancel the jobs that have not ended, and close the store."""
         jobs = [handle.task for handle in self._serving if handle.task]
         tasks = [*jobs, *self._start.tasks]
         for task in tasks:
@@ -362,8 +362,8 @@ class JobService:
         with suppress(StoreError):
             await self._client.close()
 
-    async def _attend(self, handle: Handle[Any]) -> None:
-        """Do a job; whatever happens, exactly one Done comes of it."""
+    async def _run_job(self, handle: Handle[Any]) -> None:
+        """Do a job and put exactly one Done, whatever happens."""
         job, outcome, value = handle.job, Outcome.UNAVAILABLE, None
         moved: tuple[Moved, ...] = ()
         try:
@@ -383,7 +383,7 @@ class JobService:
         except Exception:  # noqa: BLE001 — a bug here must cost one job, not the thread that serves all
             logger.exception("store: %s failed unexpectedly", type(job).__name__)
         finally:
-            # After a cancellation that came too late to be noticed, too.
+            # Also after a cancellation that arrived when the work had ended.
             self._serving.discard(handle)
         self.done.put(_end_of(handle, outcome, value, moved))
         if self._start.is_watching and outcome in (Outcome.OK, Outcome.MISSING):
@@ -394,11 +394,11 @@ class JobService:
             await self._give_up(handle, job)
 
     async def _give_up(self, handle: Handle[Any], job: Put) -> None:
-        """Tell those who wait for the object of a save that has failed."""
+        """Leave a note that the object of a failed save will not be stored."""
         self._serving.add(handle)
         try:
             with suppress(StoreError, TimeoutError):
-                await self._gaps.note(job.key)
+                await self._notes.write(job.key)
         finally:
             self._serving.discard(handle)
 
@@ -411,7 +411,7 @@ class JobService:
             case Backfill():
                 return await self._saver.backfill(job)
             case GiveUp():
-                await self._gaps.note(job.key)
+                await self._notes.write(job.key)
                 return None, ()
             case Lookup():
                 return await self._locator.look_up(job, started_s + job.timeout_s), ()
@@ -426,7 +426,7 @@ class JobService:
 def _end_of(
     handle: Handle[Any], outcome: Outcome, value: Any = None, moved: tuple[Moved, ...] = ()
 ) -> tuple[Handle[Any], Done[Any]]:
-    """Return how a job ended, and let go of the slab of a Put."""
+    """Return how a job ended, and release the slab of a Put."""
     job = handle.job
     if isinstance(job, Put):
         # A store call that timed out may still read the slab: it must not be filled again.

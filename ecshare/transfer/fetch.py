@@ -21,19 +21,19 @@ from ecshare.store.format import TensorSpec, unseal
 from ecshare.store.hostcache.cache import Draft, Entry, HostCache
 from ecshare.store.integrity import Integrity
 from ecshare.store.keys import Key
-from ecshare.transfer.announced.gaps import Gaps
+from ecshare.transfer.announced.absence_notes import AbsenceNotes
 from ecshare.transfer.announced.host_watch import HostWatch
-from ecshare.transfer.announced.poll_rate import Member, PollRate
+from ecshare.transfer.announced.poll_rate import PollRate, Waiter
 from ecshare.transfer.client.breaker import CircuitBreaker, Verdict, Verdicts
 from ecshare.transfer.client.priority import Priority
 from ecshare.transfer.client.store_client import StoreClient
 from ecshare.transfer.jobs import Accepts, Fetch, Moved, StoredObject, Tier
 from ecshare.transfer.packing import Packing
-from ecshare.transfer.upkeep.removal import Allowance, Removal
+from ecshare.transfer.upkeep.removal import DeletionBudget, Removal
 
 logger = logging.getLogger(__name__)
 
-# What a download shows of all that the store sends: whether it is sound.
+# Whether a download shows that the store's data arrives undamaged.
 _SOUNDNESS: Verdicts = (
     (ObjectUnreadable, Verdict.UNKNOWN),
     (ObjectCorrupt, Verdict.FAILED),
@@ -42,41 +42,41 @@ _SOUNDNESS: Verdicts = (
 _Load = Callable[[], tuple[StoredObject, Moved]]
 _Served = tuple[StoredObject | None, tuple[Moved, ...]]
 
-# How often it is tried whether the process that downloads has given up.
+# The pauses between checks whether the downloading process has released its claim.
 _FIRST_POLL_S = 0.001
 _LONGEST_POLL_S = 0.05
-# The part of a job's time that it waits for another process's download.
+# The share of a job's time limit for which it waits for another process's download.
 _PATIENCE = 0.5
-# How often the store is asked for an announced object that is not there yet.
+# The pauses between requests for an announced object that is not stored yet.
 _FIRST_PAUSE_S = 0.01
 _PAUSE_GROWTH = 1.6
-# In one of so many rounds the store is also asked for a note that the object will not come; in each
-# one after such a pause.
+# The store is also asked for a note that the object will not be stored: in one of this many rounds,
+# and in every round once the pause is this long.
 _NOTE_EVERY = 4
 _LONG_PAUSE_S = 0.1
-# Another process of this host may publish a guessed object so long after the first look for it: the
-# engine that asks may need a whole step to ask again.
+# How long to watch the host cache for a guessed object that is missing: another process may publish
+# it meanwhile, and the engine may need a whole step to ask again.
 _GUESS_WAIT_S = 0.02
-# So many objects of this host wait for a load thread at a time, open and mapped: one prompt may ask
-# for thousands.
-_MOST_IN_HAND = 16
+# At most this many objects of this host are open and mapped while they wait for a load thread: one
+# prompt may ask for thousands.
+_MOST_LOADING = 16
 
 
 def open_object(host: HostCache, key: Key, *, own: bool = False) -> StoredObject | None:
-    """Open the object under `key` in the host cache, pinned; None if it is not there.
+    """Open the object under `key` in the host cache, pinned; None if it is missing.
 
     It was verified when it was published, so the checksum is not computed again. `own`: the payload
     is private memory (see Entry.copy_on_write), as long as a view of it exists. Any thread; does no
     I/O on the store.
     """
     entry = host.open(key)
-    return None if entry is None else _usable(host, entry, own=own)
+    return None if entry is None else _open_usable(host, entry, own=own)
 
 
 def look(host: HostCache, job: Fetch) -> StoredObject | None:
     """Return the object of `job`, pinned, if the host cache has it and the job can use it.
 
-    Changes nothing: what is damaged is left to whoever fetches it. Any thread.
+    Changes nothing: a damaged entry is discarded by the next Fetch. Any thread.
     """
     entry = host.open(job.key)
     with suppress(ObjectCorrupt, OSError):
@@ -84,14 +84,17 @@ def look(host: HostCache, job: Fetch) -> StoredObject | None:
     return None
 
 
-def _usable(
+def _open_usable(
     host: HostCache, entry: Entry, accepts: Accepts | None = None, *, own: bool = False
 ) -> StoredObject | None:
-    """As `_object_in`. None: it is of no use; what is damaged has left the host cache."""
+    """Do what `_object_in` does, but return None for an object that cannot be used.
+
+    A damaged entry is discarded from the host cache.
+    """
     try:
         return _object_in(entry, accepts, own=own)
     except ObjectCorrupt as exc:
-        logger.warning("host cache: dropping an entry that is of no use: %s", exc)
+        logger.warning("host cache: dropping an entry that cannot be used: %s", exc)
         host.discard(entry.key)
     except OSError as exc:
         logger.warning("host cache: an entry cannot be mapped: %s", exc)
@@ -99,7 +102,7 @@ def _usable(
 
 
 def _object_in(entry: Entry, accepts: Accepts | None = None, *, own: bool = False) -> StoredObject:
-    """Return the object in `entry`, which owns the entry; its checksum is not computed.
+    """Return the object in `entry`, and let it own the entry; its checksum is not computed.
 
     Raises:
         ObjectCorrupt: it is damaged, or `accepts` refuses it.
@@ -109,20 +112,20 @@ def _object_in(entry: Entry, accepts: Accepts | None = None, *, own: bool = Fals
         body = entry.copy_on_write() if own else entry.body
         sealed = unseal(body, entry.key, verify=False)
         if accepts is not None and not accepts(sealed.spec):
-            raise _unfit(entry.key, sealed.spec)
+            raise _mismatch(entry.key, sealed.spec)
     except (ObjectCorrupt, OSError):
         entry.close()
         raise
     return StoredObject(entry.key, sealed.spec, sealed.payload, entry)
 
 
-def _unfit(key: Key, spec: TensorSpec) -> ObjectCorrupt:
-    said = f"{spec.dtype} {list(spec.shape)}"
-    return ObjectCorrupt(f"{key} contains a tensor that does not fit this engine: {said}")
+def _mismatch(key: Key, spec: TensorSpec) -> ObjectCorrupt:
+    tensor = f"{spec.dtype} {list(spec.shape)}"
+    return ObjectCorrupt(f"{key} contains a tensor that does not fit this engine: {tensor}")
 
 
 async def _ended(work: asyncio.Future[Any]) -> None:
-    """Return when a thread has done `work`, even if this task is cancelled meanwhile: the thread
+    """Wait until a thread has done `work`, even if this task is cancelled meanwhile: the thread
     cannot be stopped."""
     while not work.done():
         with suppress(asyncio.CancelledError):
@@ -138,13 +141,13 @@ class Fetcher:
     Ownership: the I/O thread; verification and `use` run on `loads`.
     """
 
-    def __init__(  # noqa: PLR0913 — all that the engine lends it
+    def __init__(  # noqa: PLR0913 — the parts of the engine that it uses
         self,
         host: HostCache,
         client: StoreClient,
         loads: Executor,
         integrity: Integrity | None,
-        gaps: Gaps,
+        notes: AbsenceNotes,
         packing: Packing | None = None,
     ) -> None:
         """Use what the engine owns. `packing`: objects may be packed in the store; None: they are
@@ -153,31 +156,31 @@ class Fetcher:
         self._client = client
         self._loads = loads
         self._integrity = integrity
-        self._gaps = gaps
+        self._notes = notes
         self._packing = packing
-        # Of what is read, not whether something is: every object may be damaged on its way.
+        # Opens when downloads arrive damaged: for the breakers of `client` such a store works.
         self._damage_breaker = CircuitBreaker("loads")
-        self._removal = Removal(client, loads, integrity, Allowance())
+        self._removal = Removal(client, loads, integrity, DeletionBudget())
         self._poll_rate = PollRate()
         self._watch = HostWatch(host)
-        self._in_hand = asyncio.Semaphore(_MOST_IN_HAND)
+        self._loading = asyncio.Semaphore(_MOST_LOADING)
 
     @property
     def is_open(self) -> bool:
-        """Whether loads are paused because downloaded objects are damaged. Any thread."""
+        """True while loads are paused because downloaded objects are damaged. Any thread."""
         return self._damage_breaker.is_open
 
     async def serve(self, job: Fetch, deadline_s: float) -> _Served:
         """Return the object, pinned, and the transfers.
 
-        If the job has a `use`, it was called with the object, and None is returned instead.
+        If the job has a `use`, call it with the object, and return None in its place.
 
         Raises:
             StoreError, TimeoutError: it cannot be fetched by `deadline_s`.
         """
         if job.is_announced:
-            with self._poll_rate.joined() as member:
-                return await self._fetch_awaited(job, deadline_s, member)
+            with self._poll_rate.joined() as waiter:
+                return await self._fetch_announced(job, deadline_s, waiter)
         try:
             return await self._fetch(job, deadline_s)
         except ObjectMissing:
@@ -185,8 +188,8 @@ class Fetcher:
                 raise
             return await self._fetch(job, deadline_s)
 
-    async def _fetch_awaited(self, job: Fetch, deadline_s: float, member: Member) -> _Served:
-        """As `serve`, for an announced object: while it is missing, ask until the deadline.
+    async def _fetch_announced(self, job: Fetch, deadline_s: float, waiter: Waiter) -> _Served:
+        """Serve a job for an announced object: while it is missing, ask until the deadline.
 
         Raises:
             ObjectGivenUp: it will not be stored.
@@ -198,7 +201,7 @@ class Fetcher:
             try:
                 return await self._fetch(job, deadline_s)
             except ObjectCorrupt:
-                raise  # it was stored, and is gone now
+                raise  # it was stored, and is damaged
             except (StoreError, TimeoutError) as exc:
                 if isinstance(exc, ObjectMissing):
                     missing = exc
@@ -208,47 +211,47 @@ class Fetcher:
             asks_for_note = job.may_be_given_up and is_turn
             if await self._is_given_up(job, deadline_s, in_store=asks_for_note):
                 raise ObjectGivenUp(f"{job.key} will not be stored") from None
-            least_s = self._poll_rate.pause_s(member) * (1 + asks_for_note)
+            least_s = self._poll_rate.pause_s(waiter) * (1 + asks_for_note)
             await self._wait(job, max(pause_s, least_s), deadline_s)
             pause_s = min(pause_s * _PAUSE_GROWTH, job.longest_pause_s)
             turn += 1
 
     async def _wait(self, job: Fetch, pause_s: float, deadline_s: float) -> None:
-        """Return once it is to be fetched: this host may have it, `pause_s` or the deadline is
-        over."""
+        """Wait until the next attempt: until this host may have the object, or for `pause_s`, or
+        until the deadline."""
         pause_s = max(0.0, min(pause_s, deadline_s - time.monotonic()))
         if job.in_store:
-            await asyncio.sleep(pause_s)  # the store alone can tell
+            await asyncio.sleep(pause_s)  # only the store shows whether it has arrived
         else:
             await self._watch.appears(job.key, pause_s)
 
     async def _is_given_up(self, job: Fetch, deadline_s: float, *, in_store: bool) -> bool:
-        """Whether there is a note that `job`'s object will not be stored; on this host, or also
-        `in_store`."""
+        """Return whether there is a note that the job's object will not be stored: on this host or,
+        with `in_store`, in the store."""
         if not job.may_be_given_up:
             return False
-        if self._gaps.is_noted_here(job.key):
+        if self._notes.is_on_host(job.key):
             return True
-        return in_store and await self._gaps.is_noted(job.key, deadline_s)
+        return in_store and await self._notes.is_in_store(job.key, deadline_s)
 
     async def _fetch(self, job: Fetch, deadline_s: float) -> _Served:
-        """As `serve`, in one round."""
+        """Serve a job with one attempt."""
         started_s = time.monotonic()
-        # Whoever holds the claim may have been stopped; then go without.
+        # The holder of the claim may be stopped; after this, download without a claim.
         patience_s = started_s + _PATIENCE * (deadline_s - started_s)
         while True:
-            # Without a `use` the receiver limits how many it holds.
-            async with self._in_hand if job.use is not None else nullcontext():
+            # Without a `use`, the receiver limits the number of objects that it holds.
+            async with self._loading if job.use is not None else nullcontext():
                 found = self._host.open_or_claim(job.key)
                 if isinstance(found, Entry):
-                    here = _usable(self._host, found, job.accepts)
+                    here = _open_usable(self._host, found, job.accepts)
                     if here is not None:
                         await self._check_store(job, here, deadline_s)
                         return await self._from_host(job, here, started_s)
                     found = self._host.claim(job.key)
             if found is not None or time.monotonic() >= patience_s:
                 break
-            await self._download_elsewhere(job, patience_s - time.monotonic())
+            await self._await_other_download(job, patience_s - time.monotonic())
         try:
             return await self._from_store(job, started_s, deadline_s)
         finally:
@@ -262,29 +265,29 @@ class Fetcher:
         return await self._loaded(job, lambda: (here, moved))
 
     async def _check_store(self, job: Fetch, here: StoredObject, deadline_s: float) -> None:
-        """Return if what this host has is all that `job` wants; else unpin it.
+        """Check that the store has the object, too, if the job asks for that; if not, unpin `here`.
 
         Raises:
-            StoreError, TimeoutError: the store does not have it, or does not say so.
+            StoreError, TimeoutError: the store does not have it, or does not answer.
         """
         if not job.in_store:
             return
         priority = Priority.POLL if job.is_announced else Priority.LOOK_UP
         is_sound = False
         try:
-            (is_there,) = await self._client.ask(
+            (is_stored,) = await self._client.ask(
                 lambda store: store.exists([job.key]), priority, 0, deadline_s
             )
-            is_sound = is_there and not self._client.damaged.is_left_alone(job.key)
+            is_sound = is_stored and not self._client.damaged.is_quarantined(job.key)
         finally:
             if not is_sound:
                 here.release()
         if not is_sound:
             raise ObjectMissing(job.key)
 
-    async def _download_elsewhere(self, job: Fetch, timeout_s: float) -> None:
-        """Return when the object is in the host cache, or the process that downloads it has let go
-        of its claim, or after `timeout_s`."""
+    async def _await_other_download(self, job: Fetch, timeout_s: float) -> None:
+        """Wait until the object is in the host cache, or the downloading process has released its
+        claim, or for `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         poll_s = _FIRST_POLL_S
         while (left_s := deadline_s - time.monotonic()) > 0:
@@ -297,7 +300,7 @@ class Fetcher:
 
     async def _from_store(self, job: Fetch, started_s: float, deadline_s: float) -> _Served:
         damaged = self._client.damaged
-        if damaged.is_left_alone(job.key):
+        if damaged.is_quarantined(job.key):
             raise ObjectCorrupt(
                 f"{job.key} was found damaged a moment ago, and is not read again yet"
             )
@@ -305,21 +308,21 @@ class Fetcher:
             with self._damage_breaker.attempt(_SOUNDNESS):
                 served = await self._download_twice(job, started_s, deadline_s)
         except ObjectUnreadable:
-            damaged.leave_alone(job.key)
+            damaged.quarantine(job.key)
             raise
         except ObjectCorrupt:
-            if await self._removal.consider(job, deadline_s):
+            if await self._removal.remove_if_proven(job, deadline_s):
                 damaged.removed(job.key)
             else:
-                damaged.leave_alone(job.key)
-            # Also where it is said to be gone: a store may say so and keep it.
+                damaged.quarantine(job.key)
+            # Even if it was removed: a store may report that and keep the object.
             damaged.replaceable[job.key] = None
             raise
         damaged.repaired(job.key)
         return served
 
     async def _download_twice(self, job: Fetch, started_s: float, deadline_s: float) -> _Served:
-        """As `_download`, with a second try if the object is damaged: it may be an accident."""
+        """Download the object; once more if it is damaged, which may be an accident."""
         try:
             return await self._download(job, started_s, deadline_s)
         except ObjectUnreadable:
@@ -338,14 +341,14 @@ class Fetcher:
             )
             return await self._loaded(job, partial(self._admit, job, incoming, started_s))
         except BaseException:
-            incoming.discard()  # its traceback may keep it
+            incoming.discard()  # the traceback of this exception may refer to it
             raise
 
     async def _loaded(self, job: Fetch, load: _Load) -> _Served:
         """Call `load` and `job.use` on a load thread, and return the result.
 
-        The thread has finished on return, also if this task was cancelled: it writes to memory of
-        others.
+        The thread has finished on return, also if this task was cancelled: `use` writes to memory
+        that others own.
         """
         work = asyncio.get_running_loop().run_in_executor(self._loads, _used, job, load)
         try:
@@ -370,8 +373,8 @@ class Fetcher:
             sealed = unseal(unpacked, job.key, verify=False)
             publish = partial(self._host.publish, job.key, unpacked)
         if job.accepts is not None and not job.accepts(sealed.spec):
-            raise _unfit(job.key, sealed.spec)
-        # Where the entry is another process's, its bytes are the same.
+            raise _mismatch(job.key, sealed.spec)
+        # Another process may have published the entry: its bytes are the same.
         stored = StoredObject(job.key, sealed.spec, sealed.payload, publish())
         seconds = time.monotonic() - started_s
         return stored, Moved("read", Tier.STORE, num_bytes, seconds)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of the transfer engine, and how it ended. No I/O."""
+"""The jobs of the transfer engine, and their outcomes. No I/O."""
 
 import asyncio
 from collections.abc import Callable, Generator, Sequence
@@ -14,14 +14,14 @@ from ecshare.store.hostcache.cache import Entry
 from ecshare.store.keys import Key
 from ecshare.transfer.device.staging import Slab
 
-# Between two questions to the store for what was announced.
+# The longest pause between two requests to the store for an announced object.
 _LONGEST_PAUSE_S = 0.5
-# No tensor of any model is larger; who knows the size of what it asks for gives a lower limit.
+# No tensor of any model is larger. A caller that knows the size of an object sets a lower limit.
 MAX_OBJECT_BYTES = 4 << 30
 
 
 class Outcome(Enum):
-    """How a job ended. Everything but OK is a miss, and is counted under its name."""
+    """The end of a job. Everything but OK is a miss, and is counted under its name."""
 
     OK = "ok"
     MISSING = "missing"
@@ -29,11 +29,11 @@ class Outcome(Enum):
     CORRUPT = "corrupt"
     UNAVAILABLE = "unavailable"
     REJECTED = "rejected"  # never tried, or no room on this host
-    CANCELLED = "cancelled"  # nobody waited for it any more
+    CANCELLED = "cancelled"  # the caller did not need it any more
 
 
 class Tier(Enum):
-    """Where bytes were moved to or from."""
+    """The place to or from which bytes were moved."""
 
     HOST = "host"
     STORE = "store"
@@ -42,9 +42,9 @@ class Tier(Enum):
 class StoredObject(Struct, frozen=True):
     """A verified object on this host, valid until `release`.
 
-    `payload` is read-only. It lies in the host cache, pinned by `entry`, under `key`; or, where the
-    cache had no room, in this process alone, and `entry` is None. What was just unpacked lies in
-    both.
+    `payload` is read-only. It resides in the host cache under `key`, pinned by `entry`. If the
+    cache had no room, it resides in this process alone, and `entry` is None. An object that was
+    just unpacked resides in both.
     """
 
     key: Key
@@ -53,14 +53,14 @@ class StoredObject(Struct, frozen=True):
     entry: Entry | None
 
     def keep_pin(self) -> Entry | None:
-        """Let go of all but the pin, which the caller closes. `payload` must not be used then."""
+        """Release all but the pin, which the caller closes. `payload` must not be used any more."""
         self.payload.release()
         if self.entry is not None:
             self.entry.unmap()
         return self.entry
 
     def release(self) -> None:
-        """Unpin; `payload` must not be used any more. The second call does nothing."""
+        """Unpin; `payload` must not be used any more. A second call does nothing."""
         self.payload.release()
         if self.entry is not None:
             self.entry.close()
@@ -78,14 +78,14 @@ class Moved(Struct, frozen=True):
 R = TypeVar("R")
 
 Accepts = Callable[[TensorSpec], bool]
-"""Whether a job can use such a tensor."""
+"""Returns whether a job can use such a tensor."""
 
 
 class Job(Struct, Generic[R], frozen=True):
     """Work for the transfer engine whose result is an `R`."""
 
     def is_hit(self, outcome: Outcome, value: R | None) -> bool | None:
-        """Whether it found something that this engine itself can use; None: it sought nothing.
+        """Return whether it found something for this engine itself; None: it looked for nothing.
 
         `outcome`: OK or MISSING. `value`: its result, if it has one.
         """
@@ -95,8 +95,8 @@ class Job(Struct, Generic[R], frozen=True):
 class Put(Job[None], frozen=True):
     """Store the object in `slab` under `key`. The engine owns `slab` from now on.
 
-    If it cannot be stored, those who wait for it are told; see GiveUp.
-    `keeps_unstored`: the object stays in this host's cache even if the store did not take it.
+    If it cannot be stored, a note says so to the readers that wait for it; see GiveUp.
+    `keeps_unstored`: the object stays in this host's cache even if it could not be stored.
     """
 
     key: Key
@@ -112,14 +112,14 @@ class Fetch(Job[StoredObject], frozen=True):
     `limit_bytes`: a larger object, prologue included, counts as damaged and is not read.
     `accepts`: a tensor that it rejects counts as damaged too, so that a usable one can replace it.
     Called on any thread.
-    `is_announced`: another engine is storing the object now. If it is missing, look again until the
-    time is over: in the host cache every few milliseconds, in the store less and less often, but at
-    least every `longest_pause_s`.
+    `is_announced`: another engine is storing the object now. If it is missing, it is looked up
+    until the time is over: in the host cache every few milliseconds, in the store less and less
+    often, but at least every `longest_pause_s`.
     `may_be_given_up`: with `is_announced`: the job ends as soon as there is a note that the object
-    will not be stored. Anybody who can write to the store can leave such a note.
+    will not be stored. Any process that can write to the store can leave such a note.
     `is_guess`: no look-up has seen it in the store. Loads of objects that exist must not wait for
     it. If it is missing, the host cache is watched for it for 20 ms more.
-    `in_store`: other hosts will need it as well. An object that only the host cache has counts as
+    `in_store`: other hosts will need the object too. If only the host cache has it, it counts as
     missing until the store has it.
     `use`: called with the object on a load thread, which then releases it. The job ends only after
     `use` has returned, even if it is cancelled. `use` writes to nothing after the Done.
@@ -137,14 +137,14 @@ class Fetch(Job[StoredObject], frozen=True):
     may_be_given_up: bool = False
 
     def is_hit(self, outcome: Outcome, value: StoredObject | None) -> bool | None:
-        """See Job. Without a value if there is a `use`."""
+        """See Job. The outcome decides: with a `use`, there is no value."""
         return outcome is Outcome.OK
 
 
 class GiveUp(Job[None], frozen=True):
-    """Tell those who wait for the announced object under `key` that it will not be stored.
+    """Leave a note for waiting readers that the announced object under `key` will not be stored.
 
-    For an object of several parts, any of its keys.
+    `key`: of an object of several parts, any of its keys.
     """
 
     key: Key
@@ -171,7 +171,7 @@ class Lookup(Job[tuple[bool, ...]], frozen=True):
     store_only: bool = False
 
     def is_hit(self, outcome: Outcome, value: tuple[bool, ...] | None) -> bool | None:
-        """See Job. What only the store is asked for is for others."""
+        """See Job. A `store_only` look-up is for other hosts."""
         return None if self.store_only else any(value or ())
 
 
@@ -182,8 +182,8 @@ LookupRounds = Generator[Sequence[Key], Sequence[Tier | None], R]
 class MultiLookup(Job[R], frozen=True):
     """Ask in several rounds which keys exist, all within `timeout_s`; see Lookup for where.
 
-    The result is what the generator of `questions` returns. It runs on the I/O thread, so that
-    making many keys costs no time on other threads.
+    The result is the return value of the generator of `questions`. It runs on the I/O thread, so
+    that making many keys costs no time on other threads.
     """
 
     questions: Callable[[], LookupRounds[R]]
@@ -216,7 +216,7 @@ class Done(Struct, Generic[R], frozen=True):
 
     @property
     def is_late(self) -> bool:
-        """Whether the job is a look-up that the store did not answer in time."""
+        """True for a look-up that the store did not answer in time."""
         if not isinstance(self.job, Lookup | MultiLookup):
             return False
         return self.outcome is Outcome.UNAVAILABLE and self.seconds >= self.job.timeout_s
@@ -234,7 +234,7 @@ class Handle(Generic[R]):
     then: Callable[[Done[R]], None] | None = None
     started_s: float = 0.0
     task: asyncio.Task[None] | None = None
-    """The I/O thread's."""
+    """Belongs to the I/O thread."""
 
     def ended(self, done: Done[R]) -> None:
         """Call the continuation."""

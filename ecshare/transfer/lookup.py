@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where objects are: in the host cache, in the store, or nowhere."""
+"""Finds where objects are stored: in the host cache, in the store, or nowhere."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,15 +23,19 @@ class Locator:
         """Return the job's result.
 
         Raises:
-            StoreError, TimeoutError: it is not known by `deadline_s`.
+            StoreError, TimeoutError: the store did not answer by `deadline_s`.
         """
         where = await self._where(job.keys, deadline_s, store_only=job.store_only)
         return tuple(tier is not None for tier in where)
 
     async def look_up_in_rounds(self, job: MultiLookup[Any], deadline_s: float) -> Any:
-        """As `look_up`, in rounds. The job's generator makes the result."""
+        """Look up keys round by round, and return the result of the job's generator.
+
+        Raises:
+            StoreError, TimeoutError: as `look_up`.
+        """
         questions = job.questions()
-        answers: Any = None  # to send None is to begin
+        answers: Any = None  # sending None starts the generator
         while True:
             try:
                 keys = questions.send(answers)
@@ -51,10 +55,10 @@ class Locator:
                     entry.close()
         keys = [key for key, tier in found.items() if tier is None]
         if keys:
-            there = await self._client.ask(
+            are_stored = await self._client.ask(
                 lambda store: store.exists(keys), Priority.LOOK_UP, 0, deadline_s
             )
-            for key, is_there in zip(keys, there, strict=True):
-                is_sound = is_there and not self._client.damaged.is_left_alone(key)
+            for key, is_stored in zip(keys, are_stored, strict=True):
+                is_sound = is_stored and not self._client.damaged.is_quarantined(key)
                 found[key] = Tier.STORE if is_sound else None
         return tuple(found[key] for key in wanted)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread with an event loop, and one that wakes it."""
+"""A thread with an event loop, and a second one that wakes it."""
 
 import asyncio
 import os
@@ -13,14 +13,14 @@ M = TypeVar("M")
 
 
 class LoopThread(Generic[M]):
-    """Runs an event loop that takes messages, in the order in which they were put, until `stop`.
+    """Runs an event loop that takes messages in order, until `stop`.
 
-    Waking a loop is a system call, for which Python lets go of the interpreter's lock; on return it
-    waits for whoever took the lock meanwhile, up to milliseconds. So a second thread, the carrier,
-    does it. `Queue.put` does not let go, so the thread that puts a message goes on at once (p99 of
-    a submit: 50 us instead of 500).
+    Waking a loop is a system call, for which Python releases the interpreter's lock; on return it
+    waits for the thread that took the lock meanwhile, up to milliseconds. So a second thread, the
+    carrier, wakes the loop. `SimpleQueue.put` keeps the lock, so the thread that puts a message
+    continues at once (p99 of a submit: 50 us instead of 500).
 
-    Ownership: the thread that makes it puts messages and stops it.
+    Ownership: the thread that creates it puts messages and stops it.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class LoopThread(Generic[M]):
         `stop` the coroutine of `end` is run.
         """
         self.inbox: queue.SimpleQueue[M | None] = queue.SimpleQueue()
-        """What is put here is taken soon. To put never waits."""
+        """The messages for the loop. `put` never waits."""
         self._loop = loop
         self._thread = start_unbound("ecshare-io", self._run, begin, end)
         self._carrier = start_unbound("ecshare-inbox", self._carry, take)
@@ -44,11 +44,11 @@ class LoopThread(Generic[M]):
 
     @property
     def is_ours(self) -> bool:
-        """Whether its threads are in this process, not in one that has forked this one."""
+        """True in the process that has its threads; false in a forked child."""
         return self._process == os.getpid()
 
     def stop(self, timeout_s: float) -> None:
-        """Have what was put taken, and the loop end; wait for that for at most `timeout_s`."""
+        """Deliver the messages that were put, then end the loop, within at most `timeout_s`."""
         self.inbox.put(None)
         self._carrier.join()
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fewer bytes for an object in the store, without loss: the exponents of numbers are compressed.
 
-Of a number's bits those of its exponent alone are predictable: the sign and the mantissa look like
-noise, and to compress them costs time for nothing. So each number is rotated by one bit, which
-moves the sign to the end. Its first byte is then the exponent, of BF16 and F32 as a whole. These
-bytes are compressed with zstd. All others are stored as they are. docs/format.md is normative.
+Only the exponent bits of a number compress well: the sign and the mantissa look like noise, and
+compressing them costs time without a gain. So each number is rotated by one bit, which moves the
+sign to the end. Its most significant byte then holds the exponent (of BF16 and F32, all of it).
+These bytes are compressed with zstd. All others are stored as they are. docs/format.md is
+normative.
 
-What is packed is an object like any other: its checksum and its MAC cover the packed bytes. Hosts
-keep objects unpacked, so each object is unpacked once a host.
+A packed object is an object like any other: its checksum and its MAC cover the packed bytes. Host
+caches keep objects unpacked, so each object is unpacked once per host.
 """
 
 from typing import Any, Final, Literal
@@ -32,10 +33,10 @@ from ecshare.store.objects import Buffer
 
 ZSTD: Final = "zstd"
 """The value of the option."""
-_LEVEL = 1  # of zstd: higher ones take longer, and leave as much of exponents
-# What is left of the bytes at most; an object that gains less is stored as it is.
-_WORTH = 0.95
-# Numbers at a time: what is between two passes over them stays in the core's cache.
+_LEVEL = 1  # of zstd: higher levels take longer, and do not make exponents smaller
+# If the packed payload is larger than this share of the original, the object is stored as it is.
+_MOST_PACKED_SHARE = 0.95
+# Numbers per pass: intermediate results stay in the core's cache.
 _STEP = 1 << 17
 _FLOATS = ("BF16", "F16", "F32")
 
@@ -49,14 +50,14 @@ class _Of(Struct, forbid_unknown_fields=True):
 
 
 class _Attributes(Struct, forbid_unknown_fields=True):
-    """Of a packed object."""
+    """The attributes of a packed object."""
 
     packed: Literal["zstd"]
     of: _Of
 
 
 class Packing:
-    """Packs and unpacks objects. Any thread; each call takes memory for an object or two."""
+    """Packs and unpacks objects. Any thread; each call allocates memory for one or two objects."""
 
     def __init__(self, path: str) -> None:
         """`path`: where the user asked for it, for the message.
@@ -74,8 +75,10 @@ class Packing:
         self._zstd: Any = zstandard
 
     def pack(self, body: Buffer, key: Key, integrity: Integrity | None) -> Buffer:
-        """Return the object to be stored in place of `body`, a sealed one; `body` if none is much
-        smaller."""
+        """Return the packed form of `body`, a sealed object.
+
+        If packing gains too little, return `body` itself.
+        """
         sealed = unseal(memoryview(body), key, verify=False)
         spec, payload = sealed.spec, sealed.payload
         if spec.dtype not in _FLOATS or not spec.num_bytes:
@@ -93,7 +96,7 @@ class Packing:
             rest[part] = octets[:, :-1]
         frame = self._zstd.ZstdCompressor(level=_LEVEL).compress(exponents)
         num_bytes = num_rest + len(frame)
-        if num_bytes > _WORTH * len(payload):
+        if num_bytes > _MOST_PACKED_SHARE * len(payload):
             return body
         smaller = packed[: PROLOGUE_BYTES + num_bytes]
         smaller[PROLOGUE_BYTES + num_rest :] = np.frombuffer(frame, np.uint8)
@@ -101,18 +104,18 @@ class Packing:
         try:
             about = TensorSpec("U8", (num_bytes,), {"packed": ZSTD, "of": of})
             seal(smaller.data, about, key, integrity)
-        except ValueError:  # two sets of attributes may be too long
+        except ValueError:  # the attributes of both tensors may be too long
             return body
         return smaller.data
 
     def unpack(
         self, sealed: Sealed, key: Key, limit_bytes: int, integrity: Integrity | None
     ) -> memoryview | None:
-        """Return the object that was packed, sealed; None: `sealed`, which was verified, is not
+        """Return the sealed object that is packed in `sealed`, which was verified; None: it is not
         packed.
 
         Raises:
-            ObjectCorrupt: it is no packed object of at most `limit_bytes`.
+            ObjectCorrupt: it cannot be unpacked, or to more than `limit_bytes`.
         """
         if "packed" not in sealed.spec.attributes:
             return None
@@ -122,7 +125,7 @@ class Packing:
         num_rest = spec.num_bytes - num_numbers
         octets = np.frombuffer(sealed.payload, np.uint8)
         if len(octets) < num_rest:
-            raise ObjectCorrupt("corrupt object: it is packed, and too short for what it tells")
+            raise ObjectCorrupt("corrupt object: it is packed, and too short for its shape")
         rest = octets[:num_rest].reshape(-1, width - 1)
         exponents = self._exponents(sealed.payload[num_rest:], num_numbers)
         body = np.empty(PROLOGUE_BYTES + spec.num_bytes, np.uint8)
@@ -140,16 +143,16 @@ class Packing:
         return body.data
 
     def _exponents(self, frame: memoryview, count: int) -> Any:  # noqa: ANN401 — numpy's array
-        """Return what is compressed in `frame`, uint8 [count].
+        """Return the exponents that are compressed in `frame`, uint8 [count].
 
         Raises:
-            ObjectCorrupt: it is something else.
+            ObjectCorrupt: the frame has other contents.
         """
         try:
-            # The frame itself says how much memory is taken for it.
-            told = self._zstd.frame_content_size(frame)
-            if told != count:
-                raise ObjectCorrupt(f"corrupt object: {told} exponents of {count} are packed")
+            # The decompressor allocates as much memory as the frame declares.
+            declared = self._zstd.frame_content_size(frame)
+            if declared != count:
+                raise ObjectCorrupt(f"corrupt object: {declared} exponents of {count} are packed")
             exponents = self._zstd.ZstdDecompressor().decompress(
                 frame, max_output_size=count, allow_extra_data=False
             )
@@ -159,10 +162,10 @@ class Packing:
 
 
 def _spec_of(sealed: Sealed, limit_bytes: int) -> TensorSpec:
-    """Return the spec of what was packed.
+    """Return the spec of the tensor that was packed.
 
     Raises:
-        ObjectCorrupt: there is no such object, or none of at most `limit_bytes`.
+        ObjectCorrupt: the attributes are invalid, or the object is larger than `limit_bytes`.
     """
     try:
         of = msgspec.convert(sealed.spec.attributes, _Attributes).of

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The threads that do what would hold up the I/O thread."""
+"""Threads for work that would block the I/O thread."""
 
 import logging
 from collections.abc import Callable
@@ -15,19 +15,19 @@ _NUM_THREADS = 2
 class Pools:
     """Threads for saves and threads for loads, so that no load waits for saves.
 
-    Each thread first does what the owner wants done. Any thread may use them.
+    Each thread first calls the owner's `on_thread_start`. Any thread may use them.
     """
 
     def __init__(self, on_thread_start: Callable[[], object] | None) -> None:
-        """Start no thread yet. `on_thread_start`: what the owner wants done."""
+        """Start no thread yet. `on_thread_start`: called first in each thread."""
         self._on_thread_start = on_thread_start
         self.copies = self._pool("ecshare-copy")
-        """Seal, publish and pack what is saved; and do other work that no hook must do."""
+        """Seal, publish and pack objects to be saved; also run the `work` of Run jobs."""
         self.loads = self._pool("ecshare-load")
-        """Verify, publish and use what is loaded."""
+        """Verify, publish and use loaded objects."""
 
     def begin_thread(self) -> None:
-        """Do what the owner wants done in the calling thread, which serves even if it cannot."""
+        """Call `on_thread_start` in the calling thread, which serves even if that fails."""
         if self._on_thread_start is None:
             return
         try:
@@ -36,7 +36,7 @@ class Pools:
             logger.exception("a thread could not be set up")
 
     def close(self) -> None:
-        """Drop what waits for a thread, and accept no more. Does not wait for what has begun."""
+        """Drop queued work, and accept no more. Does not wait for work that has begun."""
         for pool in (self.copies, self.loads):
             pool.shutdown(wait=False, cancel_futures=True)
 

@@ -15,13 +15,13 @@ from ecshare.transfer.client.store_client import StoreClient
 from ecshare.transfer.jobs import Backfill, Moved, Put, Tier
 from ecshare.transfer.packing import Packing
 
-# What the processes of a host see while one of them stores an object.
+# The purpose of the claim that a process holds while it stores an object.
 _STORING = "storing"
-# So many entries are stored again at a time. Others that are to be hold neither descriptors nor
-# pins: after a restart with a full host cache these are thousands.
+# At most this many entries are backfilled at a time. Queued backfills hold neither descriptors nor
+# pins: after a restart with a full host cache there are thousands.
 _BACKFILLS = 8
-# So many objects are packed at a time: the store gets some while others wait, and what waits takes
-# no memory beyond its slab.
+# At most this many objects are packed or being stored at a time, so that those that wait take no
+# memory beyond their slabs.
 _MOST_PACKED = 16
 
 
@@ -30,6 +30,7 @@ class Saver:
 
     While an object is being stored, a claim shows this to the processes of the host. Its entry is
     not pinned: hundreds of saves may wait for the store, and loads need room in the host cache.
+
     Ownership: the I/O thread; slabs are sealed, published and packed on `copies`.
     """
 
@@ -66,7 +67,7 @@ class Saver:
             num_bytes = await self._store(job.key, body)
             stored = Moved("write", Tier.STORE, num_bytes, time.monotonic() - started_s)
         except Exception:
-            # What was there before may well be in the store.
+            # An entry that existed before may well be in the store: keep it.
             if is_new and not job.keeps_unstored:
                 await loop.run_in_executor(self._copies, self._host.discard, job.key)
             raise
@@ -76,7 +77,7 @@ class Saver:
         return published, stored
 
     async def _store(self, key: Key, body: memoryview) -> int:
-        """Store an object; return how many bytes the store was sent."""
+        """Store an object; return the number of bytes that were sent to the store."""
         if self._packing is None:
             await self._client.put(key, body)
             return body.nbytes
@@ -86,12 +87,13 @@ class Saver:
             return memoryview(packed).nbytes
 
     async def backfill(self, job: Backfill) -> tuple[bool, tuple[Moved, ...]]:
-        """Store an entry of the host cache, unless the store has it. Return whether it lacked it,
-        and the transfers.
+        """Store an entry of the host cache, unless the store has it.
+
+        Return whether the store lacked it, and the transfers.
 
         Raises:
             ObjectMissing: this host does not have it.
-            StoreError: it is not known to be stored.
+            StoreError: it may not be stored.
         """
         async with self._backfills:
             entry = self._host.open(job.key)
@@ -100,7 +102,7 @@ class Saver:
             with entry:
                 claim = self._host.claim(job.key, _STORING)
                 if claim is None:
-                    return False, ()  # somebody here is storing it already
+                    return False, ()  # another process of this host is storing it
                 with claim:
                     return await self._store_again(job.key, entry)
 
@@ -109,7 +111,7 @@ class Saver:
         packed: Buffer = body
         if self._packing is not None:
             if await self._client.has(key):
-                return False, ()  # and is not packed for nothing
+                return False, ()  # checked first, so that packing is not wasted
             packed = await self._packed(self._packing, key, body)
         num_bytes = memoryview(packed).nbytes
         if not await self._client.put_if_lost(key, packed):
@@ -117,14 +119,14 @@ class Saver:
         return True, (Moved("write", Tier.STORE, num_bytes, time.monotonic() - started_s),)
 
     async def _packed(self, packing: Packing, key: Key, body: memoryview) -> Buffer:
-        """Return what the store is to have of an object."""
+        """Return `body` as it is to be stored. Packs on a copy thread."""
         return await asyncio.get_running_loop().run_in_executor(
             self._copies, packing.pack, body, key, self._integrity
         )
 
     def _prepare(self, job: Put) -> tuple[memoryview, bool, Moved]:
-        """Seal the slab and publish it on this host. Return the object, and whether this host did
-        not have it. Copy thread."""
+        """Seal the slab and publish it on this host. Return the object, whether it is new to this
+        host, and the transfer. Copy thread."""
         body = job.slab.arrived()
         started_s = time.monotonic()
         seal(body, job.slab.spec, job.key, self._integrity)

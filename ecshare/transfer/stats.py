@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counters, gauges and histograms as plain, mergeable numbers.
 
-A histogram is two counts for each bucket that has something in it: how many observations, and the
-sum of their seconds. So they are added over ranks and intervals like any other count.
+A histogram is two counts for each bucket that is not empty: the number of observations, and the sum
+of their seconds. So histograms are added over ranks and intervals like any other count.
 """
 
 import math
@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 
 BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0)
-"""The upper bounds of the buckets, in seconds. A last one has no bound."""
+"""The upper bounds of the buckets, in seconds. One more bucket has no bound."""
 
 _GAUGE = "now/"
 _BUCKET = "/bucket="
@@ -24,7 +24,7 @@ _INDEXES = {number: index for index, (number, _) in enumerate(_SUFFIXES)}
 
 
 def is_gauge(name: str) -> bool:
-    """Whether the number is a gauge, which a later value replaces. Other numbers are added."""
+    """Return whether a later value replaces the number, a gauge. Other numbers are added."""
     return name.startswith(_GAUGE)
 
 
@@ -58,7 +58,7 @@ class Stats:
             self._gauges[name] = self._counts[name] = value
 
     def take(self) -> dict[str, float]:
-        """Return what was counted since the last call, and start again at zero."""
+        """Return the counts since the last call, and start again at zero."""
         taken, self._counts = self._counts, {}
         return taken
 
@@ -77,7 +77,7 @@ def merged(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str,
 def observations(counts: Mapping[str, float]) -> Iterator[tuple[str, float, int]]:
     """Yield the observations of all histograms in `counts`: name, seconds, and how often.
 
-    Those of one bucket count as their mean, which lies in it: numbers and sums are the true ones.
+    Each observation of a bucket counts as the bucket's mean: numbers and sums are exact.
     """
     for name, number in counts.items():
         series, bucket, rest = name.partition(_BUCKET)
@@ -88,7 +88,7 @@ def observations(counts: Mapping[str, float]) -> Iterator[tuple[str, float, int]
 
 
 def _within(index: int, seconds: float) -> float:
-    """Return `seconds`, which a sum has rounded, within its bucket."""
+    """Return `seconds`, clamped to its bucket: a sum is rounded, so a mean may lie outside."""
     lowest_s = math.nextafter(_BOUNDS_S[index - 1], math.inf) if index else 0.0
     return min(max(seconds, lowest_s), _BOUNDS_S[index])
 
@@ -104,5 +104,5 @@ def summed(counts: Mapping[str, float]) -> dict[str, float]:
 
 
 def is_observed(name: str) -> bool:
-    """Whether the number belongs to a histogram."""
+    """Return whether the number belongs to a histogram."""
     return _BUCKET in name

@@ -25,7 +25,13 @@ from kvshare.chunks.prefix import Chunk, ChunkKey, Grid, Prefix, covered_tokens,
 from kvshare.chunks.recent_keys import RecentKeys
 from kvshare.config import KVConfig
 from kvshare.messages import announced_tokens, announced_tp_size
-from kvshare.scheduler.search import KEYS_A_ROUND, Found, infer_tp_sizes, longest_stored, spread
+from kvshare.scheduler.search import (
+    KEYS_A_ROUND,
+    StoredPrefix,
+    infer_tp_sizes,
+    longest_stored,
+    spread,
+)
 from kvshare.scheduler.tp_sizes import StoredTpSizes
 
 _FIRST_PAUSE_S = 0.005
@@ -193,7 +199,7 @@ class Lookups:
             job = MultiLookup(query, timeout_s)
             self._engine.submit(Handle(job, partial(self._answered, query)))
 
-    def _found_in_host_cache(self, lookup: PrefixLookup) -> Found | None:
+    def _found_in_host_cache(self, lookup: PrefixLookup) -> StoredPrefix | None:
         """Return all chunks of the look-up if a sample of them is in this host's memory.
 
         None if the store must be asked. Takes less than a millisecond.
@@ -211,14 +217,14 @@ class Lookups:
         if not self._are_in_host_cache(asked, tp_size):
             return None
         tiers = {chunk.key: Tier.HOST for chunk in (*asked, chunks[-1])}
-        return Found(chunks, (), tiers, {chunk.key: tp_size for chunk in chunks})
+        return StoredPrefix(chunks, (), tiers, {chunk.key: tp_size for chunk in chunks})
 
     def _are_in_host_cache(self, chunks: Sequence[Chunk], tp_size: int) -> bool:
         names = self._facts.shard_names[tp_size]
         keys = (key for chunk in chunks for key in _keys(self._facts, chunk, names))
-        return self._engine.has_at_once(keys)
+        return self._engine.has_in_memory(keys)
 
-    def _answered(self, query: "_Query", done: Done[Found]) -> None:
+    def _answered(self, query: "_Query", done: Done[StoredPrefix]) -> None:
         first, *joined = self._asking.pop(query)
         self._answer(first, done)
         for lookup in joined:
@@ -227,14 +233,14 @@ class Lookups:
             else:
                 self._answer(lookup, done)
 
-    def _answer(self, lookup: PrefixLookup, done: Done[Found]) -> None:
+    def _answer(self, lookup: PrefixLookup, done: Done[StoredPrefix]) -> None:
         lookup.is_asking = False
         if done.value is None:
             self._end(lookup, done.outcome.value)
             return
         self._learn(lookup, done.value)
 
-    def _learn(self, lookup: PrefixLookup, found: Found) -> None:
+    def _learn(self, lookup: PrefixLookup, found: StoredPrefix) -> None:
         for chunk in found.chunks:
             self._stored.add(chunk.key)
         self._stored.lost(found.missing)
@@ -297,7 +303,7 @@ class _Query:
     def __hash__(self) -> int:
         return hash(self._identity)
 
-    def __call__(self) -> LookupRounds[Found]:
+    def __call__(self) -> LookupRounds[StoredPrefix]:
         most = max(_FEWEST_CHUNKS, KEYS_A_ROUND // len(self._tp_sizes))
         rounds = longest_stored(self._prefix, self._start_block, self._facts.hash_function, most)
         tp_sizes: dict[ChunkKey, int] = {}
@@ -307,7 +313,7 @@ class _Query:
             try:
                 chunks = rounds.send(answers)
             except StopIteration as end:
-                found: Found = end.value
+                found: StoredPrefix = end.value
                 break
             tp_sizes |= yield from self._tp_sizes_of(chunks, self._tp_sizes, tiers)
             answers = [chunk.key in tp_sizes for chunk in chunks]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the longest stored prefix of a request in few rounds of questions; pure.
+"""Finds the longest stored prefix of a request in few rounds of look-ups; pure.
 
 A round is one round trip to the store, for many keys at once. The stored chunks of a prompt nearly
 always have no gap, because an engine that stored a chunk has stored those before it. So whole
@@ -19,12 +19,12 @@ from itertools import takewhile
 from ecshare.transfer.jobs import Tier
 from kvshare.chunks.prefix import Chunk, ChunkKey, HashFunction, Prefix
 
-# The number of keys that stores ask for in parallel.
+# The number of keys that stores look up in parallel.
 KEYS_A_ROUND = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class StoredPrefix:
     """The stored leading chunks of a prefix, in order, and the keys that were found missing."""
 
     chunks: tuple[Chunk, ...]
@@ -38,7 +38,7 @@ class Found:
         """Return whether anything is stored."""
         return bool(self.chunks)
 
-    def in_tp_sizes(self, tp_sizes: Mapping[ChunkKey, int]) -> "Found":
+    def in_tp_sizes(self, tp_sizes: Mapping[ChunkKey, int]) -> "StoredPrefix":
         """Return this result, cut before the first chunk that has no size in `tp_sizes`."""
         chunks = tuple(takewhile(lambda chunk: chunk.key in tp_sizes, self.chunks))
         lost = (chunk.key for chunk in self.chunks if chunk.key not in tp_sizes)
@@ -60,7 +60,7 @@ def infer_tp_sizes(chunks: Sequence[Chunk], tp_sizes: dict[ChunkKey, int]) -> li
     return []
 
 
-Rounds = Generator[list[Chunk], Sequence[bool], Found]
+Rounds = Generator[list[Chunk], Sequence[bool], StoredPrefix]
 
 
 def longest_stored(
@@ -74,13 +74,13 @@ def longest_stored(
     `start_block`: blocks before it are not needed; the first chunk of the result may begin before
     it. `chunks_a_round`: less than KEYS_A_ROUND if each chunk needs several keys.
     """
-    search = _Search(prefix, start_block, hash_function, chunks_a_round)
+    search = _PrefixSearch(prefix, start_block, hash_function, chunks_a_round)
     while chunks := search.next_round():
-        search.learn(chunks, (yield chunks))
-    return search.found()
+        search.record(chunks, (yield chunks))
+    return search.result()
 
 
-class _Search:
+class _PrefixSearch:
     """One search. Whole chunks before `_low` are stored; `_high` is missing, or past the end."""
 
     def __init__(
@@ -95,9 +95,9 @@ class _Search:
         self._tail = prefix.tail.chunk(prefix.grid, hash_function) if prefix.tail else None
 
     def next_round(self) -> list[Chunk]:
-        """Return the chunks to ask for; empty: the search has ended."""
+        """Return the chunks to look up; empty: the search has ended."""
         wanted = {} if self._is_stored else {chunk.key: chunk for chunk in self._ends()}
-        # If nothing is stored, as for most prompts, these make the first round the last one.
+        # With these, the search ends after one round if nothing is stored, as for most prompts.
         next_partials = self._open_partials(self._low)
         if len(next_partials) <= self._most // 2 or self._low == self._high:
             wanted |= {chunk.key: chunk for chunk in next_partials}
@@ -112,8 +112,8 @@ class _Search:
             wanted |= partials
         return list(wanted.values())
 
-    def learn(self, chunks: Sequence[Chunk], are_stored: Sequence[bool]) -> None:
-        """Take the answers of a round."""
+    def record(self, chunks: Sequence[Chunk], are_stored: Sequence[bool]) -> None:
+        """Record which chunks of a round are stored, and narrow the search."""
         self._is_stored |= {
             chunk.key: is_stored for chunk, is_stored in zip(chunks, are_stored, strict=True)
         }
@@ -125,8 +125,8 @@ class _Search:
                 self._high = number
                 break
 
-    def found(self) -> Found:
-        """Return the result."""
+    def result(self) -> StoredPrefix:
+        """Return the longest stored prefix."""
         chunks = [self._prefix.whole(number) for number in range(self._first, self._low)]
         partials = self._prefix.partials(self._low, self._start_block)
         chunks += [chunk for chunk in partials if self._is_stored.get(chunk.key)][:1]
@@ -135,7 +135,7 @@ class _Search:
         if tail is not None and self._is_stored[tail.key] and tail.first_block == end_block:
             chunks.append(tail)
         missing = [key for key, is_stored in self._is_stored.items() if not is_stored]
-        return Found(tuple(chunks), tuple(missing))
+        return StoredPrefix(tuple(chunks), tuple(missing))
 
     def _ends(self) -> list[Chunk]:
         """Return the tail, and the partial chunk at the end of the full blocks."""
@@ -155,7 +155,7 @@ class _Search:
 
 
 def spread(low: int, high: int, most: int) -> list[int]:
-    """Return at most `most` numbers from `low` to before `high`, evenly spread; both ends first."""
+    """Return at most `most` numbers from `low` to before `high`, evenly spread, ends included."""
     count = min(most, high - low)
     if count <= 1:
         return list(range(low, low + count))

@@ -34,7 +34,7 @@ def slabs_hold_what_was_on_the_device(bench: Bench) -> None:
     assert staging.used_bytes == 0
 
 
-def what_is_brought_is_what_was_stored(bench: Bench) -> None:
+def copied_in_is_what_was_stored(bench: Bench) -> None:
     """From memory that cannot be written, by way of slabs that come back, or without room."""
     for num_bytes in (4 * MIB, 4096):
         staging = Staging(bench.device, num_bytes)
@@ -42,12 +42,12 @@ def what_is_brought_is_what_was_stored(bench: Bench) -> None:
             stored = bits(drawn(300, 64, dtype, torch.device("cpu")))
             view = memoryview(bytes(stored.numpy())).toreadonly()
             spec = TensorSpec(dtype_name(dtype), (300, 64), {})
-            brought = staging.bring(as_tensor(view, spec))
+            copy = staging.copy_in(as_tensor(view, spec))
             bench.finish()
-            assert brought.device.type == bench.device.type
-            assert torch.equal(bits(brought).cpu(), stored), str(dtype)
+            assert copy.device.type == bench.device.type
+            assert torch.equal(bits(copy).cpu(), stored), str(dtype)
         bench.finish()
-        staging.end_brought()
+        staging.free_arrived()
         assert staging.used_bytes == 0
 
 
@@ -120,7 +120,7 @@ def a_tensor_may_be_let_go_while_it_is_copied(bench: Bench) -> None:
 
 CHECKS: tuple[Check, ...] = (
     slabs_hold_what_was_on_the_device,
-    what_is_brought_is_what_was_stored,
+    copied_in_is_what_was_stored,
     slabs_are_pinned_and_unpinned,
     parts_of_an_arena_do_not_overlap,
     a_copy_that_is_on_its_way_keeps_its_slab,

@@ -12,7 +12,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from ecshare.store.hostcache.cache import HostCache
 from ecshare.store.hostcache.folder import SHM
-from ecshare.transfer.quick_looks import NAMES_A_STEP
+from ecshare.transfer.inline_reads import CHECKS_PER_STEP
 from lab.vllm_loop import RunnerName
 from tests.kvshare.conftest import StartEngine
 from tests.kvshare.toy import BLOCK, ToyEngine, expected_answer, make_request, serve
@@ -107,11 +107,11 @@ def test_host_cache_checks_per_step_are_bounded(
     engine = start(store=place)
     serve(engine, PROMPT, 1, "first")
     probed_keys.clear()
-    requests = [make_request(f"r{number}", PROMPT) for number in range(NAMES_A_STEP)]
+    requests = [make_request(f"r{number}", PROMPT) for number in range(CHECKS_PER_STEP)]
     found = [first_call(engine, request) for request in requests]
     assert found[0] == len(PROMPT) - 1
     assert found[-1] is None
-    assert len(probed_keys) <= NAMES_A_STEP
+    assert len(probed_keys) <= CHECKS_PER_STEP
     engine.connector.scheduler.orders(SchedulerOutput.make_empty())
     assert first_call(engine, make_request("later", PROMPT)) == len(PROMPT) - 1
 

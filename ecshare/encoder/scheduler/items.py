@@ -221,7 +221,7 @@ class Items:
             self._look_up.append(item)
             return
         fetch = self._fetching(item, max(0.0, item.deadline_s - time.monotonic()))
-        if not self._engine.end_at_once(fetch):
+        if not self._engine.fetch_inline(fetch):
             self._start(item, fetch)
 
     def _fetching(self, item: Item, left_s: float) -> Handle[StoredObject]:

@@ -13,27 +13,27 @@ from ecshare.store.recent import Recent
 
 logger = logging.getLogger(__name__)
 
-# So many failures in a row open the breaker; a healthy store has none.
+# This many failures in a row open the breaker; a healthy store has none.
 _FAILURES_TO_OPEN = 4
 FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
-# A store that fails now and then is no news every second.
+# A store that fails now and then is reported at most this often.
 _WARN_EVERY_S = 60.0
 _MAX_WORDS = 300
-# A damaged object that was not removed is not downloaded for every request that asks for it.
-# The pause doubles: what damages all objects, and not this one, may be over soon.
+# A damaged object that was not removed is not downloaded again for every request that needs it.
+# The pause starts short and doubles: a fault that damages all objects may be over soon.
 FIRST_BAD_S = 1.0
 _LONGEST_BAD_S = 60.0
 _MAX_BAD = 10_000
 
 
 class Verdict(Enum):
-    """What the end of an operation shows about the store."""
+    """The state of the store, as the end of an operation shows it."""
 
     WORKS = auto()
     FAILED = auto()
     UNKNOWN = auto()
-    """Nothing. Another probe may follow at once."""
+    """The operation shows nothing. Another probe may follow at once."""
 
 
 Verdicts = tuple[tuple[type[Exception], Verdict], ...]
@@ -41,12 +41,13 @@ Verdicts = tuple[tuple[type[Exception], Verdict], ...]
 
 
 class CircuitBreaker:
-    """A circuit breaker: opens after consecutive failures; then one probe at a time asks again.
+    """A circuit breaker: opens after consecutive failures, and then admits one probe at a time.
 
-    While it is open, `attempt` refuses all operations except one per pause, and that one only when
-    the last probe has ended. A success closes it. A failed probe doubles the pause. So a dead store
-    costs hits, but hardly any time. Other failures while it is open, and failures of operations
-    that began before the last success, are ignored. The log says when it opens and when it closes.
+    While it is open, `attempt` rejects all operations except one per pause, the probe, and that one
+    only when the last probe has ended. A success closes it. A failed probe doubles the pause. So a
+    dead store costs hits, but hardly any time. Other failures while it is open, and failures of
+    operations that began before the last success, are ignored. The log reports when it opens and
+    when it closes.
 
     Ownership: the I/O thread.
     """
@@ -67,11 +68,11 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether the breaker is open: the store counts as gone."""
+        """True while the breaker is open: the store counts as down."""
         return self._failures >= _FAILURES_TO_OPEN
 
     def check(self) -> None:
-        """Check that `attempt` would begin now; claims nothing.
+        """Check that `attempt` would admit an operation now, without beginning one.
 
         Raises:
             StoreUnavailable: it would not.
@@ -130,7 +131,7 @@ class CircuitBreaker:
         elif operation == self._probe:
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         else:
-            return  # of the same blip as those that opened it
+            return  # part of the outage that opened the breaker
         if self.is_open:
             self._next_probe_s = self._clock_s() + self._pause_s
 
@@ -148,33 +149,33 @@ class CircuitBreaker:
 
 
 class DamagedKeys:
-    """The objects of the store that were of no use; so many of them as were found last.
+    """The objects of the store that could not be used; the last `_MAX_BAD` that were found.
 
     Ownership: the I/O thread.
     """
 
     def __init__(self) -> None:
-        """Know none."""
+        """Start without any."""
         self._pauses: Recent[Key, tuple[float, float]] = Recent(_MAX_BAD)  # until when, how long
         self.replaceable: Recent[Key, None] = Recent(_MAX_BAD)
-        """Where a save may find a damaged object in its place."""
+        """Keys under which the store may hold a damaged object, which a save replaces."""
 
-    def is_left_alone(self, key: Key) -> bool:
-        """Whether what lies under `key` was of no use a moment ago."""
+    def is_quarantined(self, key: Key) -> bool:
+        """Return whether the object under `key` is not to be read now, because it was damaged."""
         until_s, _ = self._pauses.get(key, (0.0, 0.0))
         return monotonic() < until_s
 
-    def leave_alone(self, key: Key) -> None:
-        """Ask for `key` no more for a while."""
+    def quarantine(self, key: Key) -> None:
+        """Stop reading `key` for a while, twice as long as the last time."""
         _, last_s = self._pauses.get(key, (0.0, 0.0))
         pause_s = min(2 * last_s, _LONGEST_BAD_S) or FIRST_BAD_S
         self._pauses[key] = (monotonic() + pause_s, pause_s)
 
     def removed(self, key: Key) -> None:
-        """Ask for `key` again: the object was removed."""
+        """Record that the damaged object was removed: `key` may be read again."""
         self._pauses.pop(key, None)
 
     def repaired(self, key: Key) -> None:
-        """Record that a good object lies under `key`."""
+        """Record that a good object is stored under `key`."""
         self._pauses.pop(key, None)
         self.replaceable.pop(key, None)

@@ -14,13 +14,13 @@ from ecshare.transfer.client.window import Window
 
 
 class _Limits(NamedTuple):
-    """How much may be in flight at first, and at most."""
+    """Limits of the operations in flight: the initial ones, and the most to which they grow."""
 
     number: int
     num_bytes: int
     most_number: int
     most_factor: float
-    """By how much the window multiplies `number` and `num_bytes` at most."""
+    """The largest factor by which the window multiplies `number` and `num_bytes`."""
 
 
 # Bandwidth x round trip: 8 objects of 8 MB in flight fill a fast link; small objects need 32
@@ -36,11 +36,11 @@ _SLOW = 0.25
 
 
 class Priority(IntEnum):
-    """The priority of an operation: first what requests wait for, last what nobody waits for.
+    """The priority of an operation: first those that requests wait for.
 
-    NOTE is for saves of few bytes that tell others something now. SAVE includes the look-ups of
-    saves. POLL is for objects that may never arrive, because they were only announced, or are
-    guesses. Polls have a limit of their own.
+    NOTE is for small writes that other engines wait for. SAVE includes the look-ups of saves. POLL
+    is for objects that may never arrive, because they were only announced or guessed. Polls have a
+    limit of their own.
     """
 
     LOAD = 0
@@ -50,7 +50,7 @@ class Priority(IntEnum):
     POLL = 4
 
 
-# A poll may find its object, and is a load then.
+# A poll that finds its object is a load.
 _LIMITS = {
     Priority.LOAD: _LOADS,
     Priority.LOOK_UP: _LOOK_UPS,
@@ -95,7 +95,7 @@ class Admission:
             if turn.done() and not turn.cancelled():
                 self._leave(priority, cost_bytes)
             else:
-                self._admit()  # it may have stood in the way of others
+                self._admit()  # the cancelled one may have blocked others
             raise
         try:
             with self._measured(priority, cost_bytes):
@@ -105,7 +105,7 @@ class Admission:
 
     @contextmanager
     def _measured(self, priority: Priority, cost_bytes: int) -> Iterator[None]:
-        """Tell the window of `priority` how the body ended; not if it moves no bytes."""
+        """Report the end of the body to the window of `priority`, unless it moves no bytes."""
         if not cost_bytes:
             yield
             return

@@ -29,10 +29,10 @@ class StoreClient:
     failing saves never stop loads and look-ups, and failing loads never stop saves.
 
     An operation and the job that asks for it end independently. The operation has the time-out of
-    the store, and its end is what a breaker hears. A job that waits no longer leaves it to itself:
-    it keeps its admission, because its thread or connection is still busy. It may go on to read a
-    body and to write to a sink, so whoever owns that memory must not use it again before all
-    references to it are gone.
+    the store, and its end is reported to a breaker. When a job stops waiting, the operation goes on
+    and keeps its admission, because its thread or connection is still busy. It may still read a
+    body or write to a sink, so the owner of that memory must not reuse it before all references to
+    it are gone.
 
     Ownership: the I/O thread. Any thread may read `open_breakers`.
     """
@@ -42,8 +42,8 @@ class StoreClient:
     ) -> None:
         """Own `store`. An operation has failed after `timeout_s`.
 
-        `answer_timeout_s`: the same for look-ups, which move no object; by default as for others.
-        These limits alone decide: of any store, also of one that would never answer.
+        `answer_timeout_s`: the same for look-ups, which move no object; by default `timeout_s`.
+        These limits hold for every store, even one that never answers.
         """
         self._store = store
         self._timeout_s = timeout_s
@@ -52,23 +52,23 @@ class StoreClient:
         self._writes = CircuitBreaker("saves")
         self.damaged = DamagedKeys()
         self._admission = Admission(timeout_s, grows=store.serves_many)
-        # Neither do loads wait for what may never come, nor it for loads.
+        # Separate: loads do not wait for objects that may never arrive, and polls not for loads.
         self._polls = Admission(timeout_s, grows=store.serves_many)
         self._operations: set[asyncio.Task[Any]] = set()  # that have not ended
 
     @property
     def open_breakers(self) -> frozenset[str]:
-        """Which of "read" and "write" have an open breaker."""
+        """The directions, "read" and "write", whose breaker is open."""
         each = {"read": self._reads, "write": self._writes}
         return frozenset(direction for direction, breaker in each.items() if breaker.is_open)
 
     @property
     def num_in_flight(self) -> int:
-        """How many operations have not ended, also those that nobody waits for any more."""
+        """The number of operations that have not ended, also those for which no job waits."""
         return len(self._operations)
 
     async def close(self) -> None:
-        """Cancel what has not ended, and close the store.
+        """Cancel the operations that have not ended, and close the store.
 
         Raises:
             StoreError: as the store.
@@ -88,11 +88,11 @@ class StoreClient:
     ) -> T:
         """Do one operation and return its result. `cost_bytes`: the most it may move.
 
-        `deadline_s` (monotonic seconds): until when to wait for it. If it was not admitted by then,
-        it never begins. If it was, it goes on alone, as it does if the caller is cancelled.
+        `deadline_s` (monotonic seconds): until when to wait. An operation that is not admitted by
+        then never begins. One that is goes on alone, as it does if the caller is cancelled.
 
         Raises:
-            StoreError: as the store, or it took too long; the breaker is informed, except of notes.
+            StoreError: as the store, or it took too long; counted by the breaker, except for notes.
             TimeoutError: the deadline has passed.
         """
         begins = asyncio.Event()
@@ -119,7 +119,7 @@ class StoreClient:
         cost_bytes: int,
         begins: asyncio.Event,
     ) -> T:
-        """As `ask`, in a task of its own. `begins` is set once it is admitted.
+        """Do the operation of `ask`, in a task of its own. `begins` is set once it is admitted.
 
         Raises:
             StoreError: as `ask`.
@@ -130,8 +130,8 @@ class StoreClient:
         breaker.check()
         async with admission.admitted(priority, cost_bytes):
             begins.set()
-            # The store may have gone while this waited for its turn. A note has no breaker: it
-            # follows a failure that was counted. And a full disk may have room for it.
+            # The store may have failed while this waited for admission. A note has no breaker: it
+            # follows a failure that was counted, and a full disk may have room for it.
             with nullcontext() if priority is Priority.NOTE else breaker.attempt(_VERDICTS):
                 moves_object = is_write or cost_bytes
                 timeout_s = self._timeout_s if moves_object else self._answer_timeout_s
@@ -144,7 +144,7 @@ class StoreClient:
                 raise StoreBusy(f"the store took longer than {timeout_s:g} s")
 
     async def note(self, key: Key, body: Buffer, deadline_s: float) -> None:
-        """Write a small object in place of what is there. It waits for no save.
+        """Write a small object, in place of an existing one, without waiting for saves.
 
         Raises:
             StoreError, TimeoutError: as `ask`.
@@ -154,7 +154,7 @@ class StoreClient:
         )
 
     async def has(self, key: Key) -> bool:
-        """Whether the store has an object that need not be replaced.
+        """Return whether the store has an object that need not be replaced.
 
         Raises:
             StoreError: as `ask`.
@@ -177,7 +177,7 @@ class StoreClient:
         self.damaged.repaired(key)
 
     async def put_if_lost(self, key: Key, body: Buffer) -> bool:
-        """As `put`, unless the store has the object. Return whether it was saved.
+        """Save an object unless the store has it. Return whether it was saved.
 
         Raises:
             StoreError: as `ask`.
@@ -192,7 +192,7 @@ class StoreClient:
             await store.put(key, body)
             return True
 
-        # One operation: that the store answers the question does not mean that saves work.
+        # One operation: an answer to `exists` alone must not close the breaker of saves.
         if not await self.ask(save, Priority.SAVE, memoryview(body).nbytes):
             return False
         self.damaged.repaired(key)
@@ -200,6 +200,6 @@ class StoreClient:
 
 
 def _ignore(operation: asyncio.Task[Any]) -> None:
-    """Take note of an end that nobody waits for: otherwise asyncio logs it as an oversight."""
+    """Retrieve the exception of an operation that no job awaits: else asyncio logs a warning."""
     if not operation.cancelled():
         operation.exception()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds how much should be in flight to a store, from its measured throughput. No I/O."""
+"""Adapts the number of operations in flight to the measured throughput of a store. No I/O."""
 
 import math
 
@@ -12,7 +12,7 @@ _FEWEST_MEASURED = 6
 
 
 class Window:
-    """A factor between 1 and `most`, by which the limits of what may be in flight are multiplied.
+    """A factor between 1 and `most` that multiplies the limits of the operations in flight.
 
     The factor moves up or down, and reverses when throughput / sqrt(number in flight) falls. So it
     grows while 50 % more in flight give at least about 22 % more throughput, and shrinks otherwise.
@@ -29,19 +29,19 @@ class Window:
         """`slow_s`: an operation that takes longer than this is slow."""
         self.factor = 1.0
         self.moves = 0
-        """The number of moves so far. Callers keep its value at the begin of each operation."""
+        """The number of moves so far. Callers record its value at the start of each operation."""
         self._most = most
         self._slow_s = slow_s
         self._step = _FIRST_STEP
         self._is_growing = True
         self._last_value = 0.0
         self._moves_at_failure = 0
-        self._forget()
+        self._reset()
 
     def succeeded(self, moves: int, num_bytes: int, seconds: float, in_flight: int) -> None:
         """Count an operation that ended while others waited for room.
 
-        `moves`: the value at its begin. `in_flight`: the number at its end, this one included.
+        `moves`: the value at its start. `in_flight`: the number at its end, this one included.
         """
         if seconds > self._slow_s:
             self.failed(moves)
@@ -56,7 +56,7 @@ class Window:
     def failed(self, moves: int) -> None:
         """Halve the factor, once for all operations that were in flight together.
 
-        `moves`: the value at the begin of the operation that failed.
+        `moves`: the value at the start of the operation that failed.
         """
         if moves < self._moves_at_failure:
             return
@@ -79,8 +79,8 @@ class Window:
         if self.factor in (1.0, self._most):
             self._is_growing = self.factor == 1.0
         self.moves += 1
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._number = self._bytes = self._in_flight = 0
         self._seconds = 0.0

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory for copies to and from the device, and the threads that make them."""
+"""Host memory for copies to and from the device, and the threads that copy."""

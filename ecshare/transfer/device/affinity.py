@@ -3,8 +3,9 @@
 
 vLLM's CPU worker binds one OpenMP thread to each core of its share, the main thread first, and
 leaves a core free for a connector (`vllm/utils/ompmultiprocessing.py`, 0.32). But a thread inherits
-what the one that starts it is bound to: ours would all share the first computing core, for which
-all others wait. Where nothing is bound, as beside a GPU, or no core is free, this changes nothing.
+the binding of the thread that starts it: ours would all share the first computing core, and delay
+all others, which wait for that core. If nothing is bound, as with a GPU, or no core is free, this
+module changes nothing.
 """
 
 import logging
@@ -16,13 +17,13 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-# Where vLLM names the cores that compute to whichever OpenMP there is, each by its number.
+# The variables in which vLLM names the computing cores, by number, to each OpenMP implementation.
 _BINDING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
 _NODES = Path("/sys/devices/system/node")
 
 
 def start_unbound(name: str, work: Callable[..., object], *args: object) -> threading.Thread:
-    """Start a daemon thread that runs `work(*args)`; what it starts in turn has the same cores."""
+    """Start a daemon thread that runs `work(*args)`; threads that it starts inherit its cores."""
 
     def run() -> None:
         _unbind()
@@ -34,9 +35,9 @@ def start_unbound(name: str, work: Callable[..., object], *args: object) -> thre
 
 
 def _unbind() -> None:
-    """Bind the calling thread, if it is bound to one core that computes, to those that do not.
+    """Rebind the calling thread from a computing core to the free cores of the same NUMA node.
 
-    To those near the same memory; without any, it stays.
+    Without free cores there, or if the thread is not bound to one computing core, do nothing.
     """
     computing = {
         int(number) for name in _BINDING for number in re.findall(r"\d+", os.environ.get(name, ""))
@@ -47,13 +48,13 @@ def _unbind() -> None:
         bound = os.sched_getaffinity(0)
         if len(bound) > 1 or not bound <= computing:
             return
-        # The parent is vLLM's engine core: bound to what the user has given the engine, no less.
+        # The parent is vLLM's engine core, bound to all cores that the user gave the engine.
         allowed = os.sched_getaffinity(os.getppid())
         near = {core for node in _nodes() if node & bound for core in node}
         if free := allowed & near - computing:
             os.sched_setaffinity(0, free)
     except (OSError, ValueError) as exc:
-        logger.debug("threads stay where they were started: %s", exc)
+        logger.debug("threads keep their binding: %s", exc)
 
 
 def _nodes() -> Iterator[set[int]]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which device the calls of a thread go to.
+"""Selects the current device of a thread.
 
-A thread begins with device 0 as its current one. Any CUDA call there, be it to wait for an event of
-another device, makes a context on device 0: about half a GiB that vLLM has not counted, for each
-rank. So each thread that may meet CUDA first selects the device of its worker.
+A thread starts with device 0 as its current one. Any CUDA call in it, even a wait for an event of
+another device, creates a context on device 0: about half a GiB per rank that vLLM has not counted.
+So each thread that may call CUDA first selects the device of its worker.
 """
 
 from collections.abc import Callable
@@ -13,10 +13,10 @@ import torch
 
 
 def device_selector(device: torch.device) -> Callable[[], object] | None:
-    """Return what makes `device` current for the thread that calls it. None: nothing has to.
+    """Return a function that makes `device` current for its calling thread. None: not needed.
 
     A device without a number, as vLLM's configuration names it, is the current one of the thread
-    that asks.
+    that calls `device_selector`.
     """
     if device.type != "cuda":
         return None

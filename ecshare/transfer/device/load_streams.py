@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory to blocks on a GPU, on threads that are not vLLM's, by pinned buffers."""
+"""Copies host memory to blocks on a GPU, through pinned buffers, off vLLM's threads."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -11,47 +11,47 @@ from torch import Tensor
 
 from ecshare.transfer.device.staging import Arena, is_gpu, recorded, slab_bytes
 
-# As many threads write to a GPU at a time, each with two buffers: one is filled while the other is
-# copied to the device.
+# At most this many threads write to a GPU at a time, each with two buffers: one is filled while the
+# other is copied to the device.
 _NUM_STREAMS = 2
 
 
 class LoadStream:
-    """A stream to a GPU, and the pinned memory that copies on it come from.
+    """A stream to a GPU, and the pinned memory that its copies read.
 
     Ownership: one thread at a time, see `LoadStreams.after`.
     """
 
     def __init__(self, device: torch.device, buffers: Sequence[Tensor]) -> None:
-        """Take turns with `buffers`, uint8 and all of one size."""
+        """Use `buffers` in turn; they are uint8 and of one size."""
         self.stream = torch.cuda.Stream(device)
         self.buffer_bytes = buffers[0].nbytes
         self._buffers = deque((buffer, recorded(self.stream)) for buffer in buffers)
 
     def buffer(self) -> Tensor:
-        """Block until a buffer may be filled, and return it; to be followed by `sent`."""
+        """Block until a buffer may be filled, and return it. Call `sent` after its copies."""
         buffer, sent = self._buffers[0]
         sent.synchronize()
         return buffer
 
     def sent(self) -> None:
-        """Take note that the copies from the last `buffer` have been launched."""
+        """Record that the copies from the last `buffer` have been launched."""
         buffer, _ = self._buffers.popleft()
         self._buffers.append((buffer, recorded(self.stream)))
 
     def wait(self) -> None:
-        """Block until all that was launched is done."""
+        """Block until all launched copies are done."""
         recorded(self.stream).synchronize()
 
 
 class LoadStreams:
-    """Writes to one device on threads that are not vLLM's, in order with what vLLM has launched."""
+    """Writes to one device off vLLM's threads, after the kernels that vLLM has launched."""
 
     def __init__(self, device: torch.device, buffer_bytes: int) -> None:
-        """On a GPU, pin memory for copies of up to `buffer_bytes` each: four times that, in all.
+        """On a GPU, pin memory for copies of up to `buffer_bytes` each: four times that in total.
 
         Raises:
-            OSError: the system gives no process so much.
+            OSError: the system does not allocate that much.
         """
         self._device = device
         self._idle: SimpleQueue[LoadStream] = SimpleQueue()
@@ -63,18 +63,18 @@ class LoadStreams:
                 self._idle.put(LoadStream(device, (one[:buffer_bytes], other[:buffer_bytes])))
 
     def record(self) -> torch.cuda.Event | None:
-        """Return an event in vLLM's stream, after all it has launched so far. vLLM's thread."""
+        """Return an event in vLLM's stream, after all launches so far. vLLM's thread."""
         if not is_gpu(self._device):
             return None
         return recorded(torch.cuda.current_stream(self._device))
 
     @contextmanager
     def after(self, event: torch.cuda.Event | None) -> Iterator[LoadStream | None]:
-        """Have what the body launches come after `event`; return when it is done. Load threads.
+        """Order the body's launches after `event`, and wait until they are done. Load threads.
 
-        Also if the body raises: nothing is written to the device after this. The body launches its
-        copies while its stream is the current one. On a CPU there is no stream: the body does
-        its work itself, and at once.
+        They are done even if the body raises: nothing is written to the device after this. The
+        stream that is yielded is the current one in the body. On a CPU there is no stream: the body
+        copies synchronously.
         """
         if event is None:
             yield None

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device memory to host slabs and back; see `load_streams` for KV that is loaded.
+"""Copies device memory to host slabs and back; for loaded KV, see `load_streams`.
 
 A slab is host memory that holds one whole object: room for the prologue, then the payload. The
-device copies straight to the payload's place, the store layer writes the prologue before it, and
-that one buffer goes to the wire, so no byte is copied again on its way to the store. All slabs lie
-in one arena, made at start: of pinned memory on a GPU, as copies from and to other memory wait for
-the device.
+device copies directly to the payload, the store layer writes the prologue before it, and that one
+buffer is sent, so no byte is copied again on its way to the store. All slabs are parts of one
+arena, allocated at start: on a GPU of pinned memory, because copies from and to other memory wait
+for the device.
 
 On a GPU copies out run on a side stream, ordered after the kernels that wrote the source. No CPU
-thread waits, except the one that needs the bytes (`Slab.arrived`); it sleeps and does not spin.
+thread waits, except the one that needs the bytes (`Slab.arrived`), which sleeps and does not spin.
 """
 
 import logging
@@ -92,7 +92,7 @@ def as_tensor(payload: memoryview, spec: TensorSpec) -> Tensor:
 
 @cache
 def _warn_of_read_only_memory() -> None:
-    """Use up torch's one warning that tensors over read-only memory can be written."""
+    """Trigger, and hide, torch's only warning that tensors over read-only memory can be written."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.frombuffer(b"\0", dtype=torch.uint8)
@@ -107,43 +107,44 @@ def _warn_of_full_device() -> None:
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether copies from and to `device` are queued on streams."""
+    """Return whether copies from and to `device` are queued on streams."""
     return device.type == "cuda"
 
 
 class Arena:
-    """Host memory of one size, made at start, and given out in parts of whole pages.
+    """Host memory that is allocated once, and handed out in parts of whole pages.
 
-    The first part that is free and large enough is taken, so that memory which has been used is
-    used again: fresh pages cost more than the copy into them. On a CPU pages are fresh until then.
+    The first free part that is large enough is handed out, so that used memory is reused: the first
+    write to a fresh page costs more than the copy into it. On a CPU, pages are fresh until they are
+    used.
 
     Threads: any.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """Take hold of `num_bytes`, rounded up to whole pages; pinned for `device`, if it is a GPU.
+        """Allocate `num_bytes`, rounded up to whole pages; pinned for `device`, if it is a GPU.
 
-        Memory that cannot be pinned is used as it is, which is slower, and a warning says so.
+        Memory that cannot be pinned is used as it is, which is slower; a warning is logged.
 
         Raises:
-            OSError: the system gives no process so much.
+            OSError: the system does not allocate that much.
         """
         self.num_bytes = slab_bytes(num_bytes)
         memory = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_DONTFORK"):
-            # After a fork the next write takes another page, and a device copies to the first one.
+            # After a fork the next write moves to a new page, while a device copies to the old one.
             memory.madvise(mmap.MADV_DONTFORK)
         self._memory = torch.frombuffer(memory, dtype=torch.uint8)
         self._lock = threading.Lock()
         self._free = [(0, self.num_bytes)]
-        # Parts to be freed. A part may come back while this thread holds the lock.
+        # Parts to be freed. A finalizer may return a part while this thread holds the lock.
         self._returned: deque[tuple[int, int]] = deque()
         if is_gpu(device) and _is_pinned(self._memory, device):
             unpin = torch.cuda.cudart().cudaHostUnregister
             weakref.finalize(self, unpin, self._memory.data_ptr()).atexit = False
 
     def take(self, num_bytes: int) -> Tensor | None:
-        """Return so many bytes, uint8, which are the caller's until `give_back`. None: no room."""
+        """Return that many bytes, uint8; the caller owns them until `give_back`. None: no room."""
         size = slab_bytes(num_bytes)
         with self._lock:
             self._merge()
@@ -155,7 +156,7 @@ class Arena:
         return None
 
     def give_back(self, part: Tensor, reader: object | None = None) -> None:
-        """Free what `take` has returned; if a `reader` is given, as soon as that is gone."""
+        """Free memory that `take` returned; with a `reader`, once that is garbage-collected."""
         place = int(part.storage_offset()), part.nbytes
         if reader is None:
             self._returned.append(place)
@@ -164,13 +165,13 @@ class Arena:
 
     @property
     def used_bytes(self) -> int:
-        """What is given out."""
+        """The size of all parts in use."""
         with self._lock:
             self._merge()
             return self.num_bytes - sum(free for _, free in self._free)
 
     def _merge(self) -> None:
-        """Add what came back to the free parts; neighbours become one. Locked."""
+        """Add returned parts to the free ones, and merge neighbours. The caller holds the lock."""
         while self._returned:
             insort(self._free, self._returned.popleft())
         merged: list[tuple[int, int]] = []
@@ -194,7 +195,7 @@ def _is_pinned(memory: Tensor, device: torch.device) -> bool:
             memory.nbytes >> 20,
             code,
         )
-        with suppress(RuntimeError):  # the next launch reports that error as its own
+        with suppress(RuntimeError):  # the next launch reports that error: launch one here
             torch.zeros(1, device=device)
     return False
 
@@ -202,21 +203,21 @@ def _is_pinned(memory: Tensor, device: torch.device) -> bool:
 class Slab:
     """Host memory for one object: `PROLOGUE_BYTES`, then the payload.
 
-    Ownership: whoever holds it, one at a time: the vLLM thread fills it, then hands it to the
-    transfer engine with a Put, and the engine releases it.
+    Ownership: one thread at a time: the vLLM thread fills it, then passes it to the transfer engine
+    with a Put, and the engine releases it.
     """
 
     def __init__(self, staging: "Staging", buffer: Tensor, spec: TensorSpec) -> None:
-        """Made by `Staging.reserve` only. `buffer`: uint8, at least prologue and payload long."""
+        """Called by `Staging.reserve` only. `buffer`: uint8, at least prologue and payload long."""
         self.spec = spec
         self._staging = staging
         self._buffer: Tensor | None = buffer
         self._num_bytes = PROLOGUE_BYTES + spec.num_bytes
         self._bytes: Any = buffer[: self._num_bytes].numpy()
         self.copied: torch.cuda.Event | None = None
-        """After this the payload is there; None: it is there."""
+        """The payload has arrived after this event; None: it has arrived."""
         self.finish: Callable[[], None] | None = None
-        """What is left to be done to the payload when it is there."""
+        """Called once the payload has arrived, before `arrived` returns it."""
 
     @property
     def body(self) -> memoryview:
@@ -232,7 +233,7 @@ class Slab:
 
     @property
     def payload_address(self) -> int:
-        """Where the payload begins in memory; valid until `release`."""
+        """The memory address of the payload; valid until `release`."""
         return int(self._whole.data_ptr()) + PROLOGUE_BYTES
 
     def arrived(self) -> memoryview:
@@ -243,9 +244,9 @@ class Slab:
         return self.body
 
     def shrink(self, spec: TensorSpec) -> None:
-        """Hold an object of `spec` from now on, of no more bytes; the first ones stay as they are.
+        """Hold an object of `spec` from now on, of at most as many bytes, which are kept.
 
-        The owner's thread, before `body` is used. Tensors of the payload as it was stay valid too.
+        The owner's thread, before `body` is used. Earlier tensors of the payload stay valid too.
         """
         buffer = self._whole
         self.spec = spec
@@ -253,10 +254,11 @@ class Slab:
         self._bytes = buffer[: self._num_bytes].numpy()
 
     def release(self, *, reuse: bool = True) -> None:
-        """Give the memory back to the budget. The second call does nothing. Any thread.
+        """Return the memory to the budget. A second call does nothing. Any thread.
 
-        Waits for a copy that is still arriving: the memory must not be used again before.
-        `reuse=False`: somebody may still read it: it is free when they let go of `body`.
+        Waits for a copy in flight: the memory must not be reused before it has arrived.
+        `reuse=False`: a store may still read the memory, which is free once all references to
+        `body` are gone.
         """
         buffer, self._buffer = self._buffer, None
         if buffer is None:
@@ -264,7 +266,7 @@ class Slab:
         self._wait()
         self.finish = None
         read, self._bytes = self._bytes, None
-        self._staging.take_back(buffer, None if reuse else read)
+        self._staging.free(buffer, None if reuse else read)
 
     def _wait(self) -> None:
         if self.copied is not None:
@@ -280,49 +282,50 @@ class Slab:
 class Staging:
     """Copies between one device and host slabs, within a budget of bytes.
 
-    Threads: `reserve`, `take_back` and `used_bytes` on any; copies from and to a GPU on vLLM's
+    Threads: `reserve`, `free` and `used_bytes` on any; copies from and to a GPU on vLLM's
     worker thread, copies on a CPU on any.
     """
 
     def __init__(self, device: torch.device, buffer_bytes: int) -> None:
         """Use `device` for copies and at most `buffer_bytes` of host memory.
 
-        Where the system gives less, what it gives is the budget, and a warning says so.
+        If the system allocates less, that is the budget, and a warning is logged.
         """
         self._device = device
         self._arena = _largest_arena(buffer_bytes, device)
         self._outward = torch.cuda.Stream(device) if is_gpu(device) else None
         self._inward = torch.cuda.Stream(device) if is_gpu(device) else None
-        self._brought: deque[Slab] = deque()
+        self._copying_in: deque[Slab] = deque()
         self._lock = threading.Lock()
-        self._alone_bytes = 0
+        self._oversize_bytes = 0
 
     @property
     def used_bytes(self) -> int:
         """Host memory that slabs in use hold. Any thread."""
-        return self._arena.used_bytes + self._alone_bytes
+        return self._arena.used_bytes + self._oversize_bytes
 
     def reserve(self, spec: TensorSpec) -> Slab | None:
         """Return a slab for an object of `spec`. None: there is no memory for it, drop this save.
 
-        The budget is spent, or the host has no more. One object larger than the whole budget may go
-        alone, else it could never be stored; on a GPU its copy holds up the engine.
+        The budget is used up, or the host has no more. An object larger than the whole budget gets
+        memory while no other slab is in use, else it could never be stored; on a GPU its copy
+        blocks the engine.
         """
         num_bytes = PROLOGUE_BYTES + spec.num_bytes
         with self._lock:
-            if self._alone_bytes:
+            if self._oversize_bytes:
                 return None
             buffer = self._arena.take(num_bytes)
             if buffer is None and num_bytes > self._arena.num_bytes and not self.used_bytes:
                 buffer = _allocated(num_bytes)
-                self._alone_bytes = num_bytes if buffer is not None else 0
+                self._oversize_bytes = num_bytes if buffer is not None else 0
         return Slab(self, buffer, spec) if buffer is not None else None
 
     def copy_out(self, slab: Slab, tensor: Tensor) -> None:
         """Start copying `tensor` (of the slab's shape and dtype, any strides) to `slab`.
 
-        On a CPU the copy is done on return. On a GPU it comes after the kernels launched so far,
-        and later ones do not wait for it: the tensor may be let go, but not written to.
+        On a CPU the copy is done on return. On a GPU it runs after the kernels launched so far, and
+        later ones do not wait for it: the tensor may be released, but not written to.
 
         Raises:
             torch.OutOfMemoryError: the tensor is not contiguous, and the device has no memory for a
@@ -336,15 +339,15 @@ class Staging:
         with torch.cuda.stream(self._outward):
             slab.payload.copy_(source, non_blocking=True)
             slab.copied = recorded(self._outward)
-        # The allocator must not hand this memory out again before the side stream has read it.
+        # The allocator must not reuse this memory before the side stream has read it.
         source.record_stream(self._outward)
 
     @contextmanager
     def copying(self, slabs: Sequence[Slab]) -> Iterator[None]:
-        """Have copies to `slabs` that the body launches come after all kernels launched so far.
+        """Order the body's copies to `slabs` after all kernels launched so far.
 
-        On a GPU later kernels wait for the copies on the device, so what was copied may be
-        overwritten or freed in stream order. On a CPU the body copies at once.
+        On a GPU later kernels wait for the copies on the device, so the sources may be overwritten
+        or freed in stream order. On a CPU the body copies synchronously.
         """
         if self._outward is None:
             yield
@@ -365,42 +368,42 @@ class Staging:
         if self._outward is not None:
             recorded(self._outward).synchronize()
 
-    def bring(self, tensor: Tensor) -> Tensor:
-        """Return a copy on the device of `tensor`, which lies in host memory, contiguous.
+    def copy_in(self, tensor: Tensor) -> Tensor:
+        """Return a copy on the device of `tensor`, which is contiguous and in host memory.
 
-        `tensor` has been read on return. On a GPU the copy is on its way by pinned memory, on a
-        stream of its own; kernels that are launched from now on find it. Without room for it in
-        pinned memory the caller waits until it is there.
+        `tensor` has been read on return. On a GPU the copy goes through pinned memory, on a stream
+        of its own, and kernels that are launched from now on wait for it. Without room in pinned
+        memory the caller blocks until the copy is done.
 
         Raises:
             torch.OutOfMemoryError: the device has no memory for it.
         """
-        self.end_brought()
+        self.free_arrived()
         spec, slab = TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape)), None
         num_bytes = PROLOGUE_BYTES + spec.num_bytes
         if self._inward is not None and num_bytes <= self._arena.num_bytes:
             slab = self.reserve(spec)
         if self._inward is None or slab is None:
             return tensor.to(self._device, copy=True)
-        self._brought.append(slab)
+        self._copying_in.append(slab)
         slab.payload.copy_(tensor)
         compute = torch.cuda.current_stream(self._device)
-        brought, stream = self._empty_like(slab.payload, self._inward, compute)
+        copy, stream = self._empty_like(slab.payload, self._inward, compute)
         with torch.cuda.stream(stream):
-            brought.copy_(slab.payload, non_blocking=True)
+            copy.copy_(slab.payload, non_blocking=True)
             slab.copied = recorded(stream)
-        brought.record_stream(compute)
+        copy.record_stream(compute)
         compute.wait_event(slab.copied)
-        return brought
+        return copy
 
     def _empty_like(
         self, tensor: Tensor, side: torch.cuda.Stream, compute: torch.cuda.Stream
     ) -> tuple[Tensor, torch.cuda.Stream]:
         """Return memory on the device for a copy of `tensor`, and the stream to copy on.
 
-        It is the side stream's own, so that the copy need not wait for what compute has launched:
-        memory that compute has freed may still be in use there. Where there is no more, freed
-        memory of compute will do, and the copy is launched behind its last use.
+        The memory is the side stream's own, so that the copy need not wait for the launches on
+        compute: memory that compute has freed may still be in use there. If the device has no more,
+        freed memory of compute is used, and the copy is launched on compute, after its last use.
         """
         try:
             with torch.cuda.stream(side):
@@ -409,24 +412,24 @@ class Staging:
             _warn_of_full_device()
             return torch.empty_like(tensor, device=self._device), compute
 
-    def end_brought(self) -> None:
-        """Free the host memory of copies that `bring` has begun and that have arrived."""
-        while self._brought:
-            copied = self._brought[0].copied
+    def free_arrived(self) -> None:
+        """Free the host memory of copies that `copy_in` has begun and that have arrived."""
+        while self._copying_in:
+            copied = self._copying_in[0].copied
             if copied is not None and not copied.query():
                 return
-            self._brought.popleft().release()
+            self._copying_in.popleft().release()
 
-    def take_back(self, buffer: Tensor, reader: object | None) -> None:
-        """Free a slab's memory; only when `reader`, if any, is gone. Called by `Slab.release`."""
-        if self._alone_bytes:
-            self._alone_bytes = 0  # it alone was in use
+    def free(self, buffer: Tensor, reader: object | None) -> None:
+        """Free a slab's memory; with a `reader`, once that is gone. Called by `Slab.release`."""
+        if self._oversize_bytes:
+            self._oversize_bytes = 0  # it was the only slab in use
         else:
             self._arena.give_back(buffer, reader)
 
 
 def _largest_arena(num_bytes: int, device: torch.device) -> Arena:
-    """Return an arena of `num_bytes`, or of less where there is no more."""
+    """Return an arena of `num_bytes`, or of less if the host has no more."""
     size = num_bytes
     while True:
         try:
@@ -445,14 +448,14 @@ def _allocated(num_bytes: int) -> Tensor | None:
     """Return that much memory outside any arena; None: the host has no more."""
     try:
         return torch.empty(num_bytes, dtype=torch.uint8)
-    except (RuntimeError, MemoryError):  # torch says either
+    except (RuntimeError, MemoryError):  # torch raises either
         return None
 
 
 def recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """Return a point in `stream`: after all that was launched there so far.
+    """Return an event in `stream`, after all launches so far.
 
-    A thread that waits for it sleeps: one that spins takes a core, and the driver's lock, from
+    A thread that waits for it sleeps: a thread that spins takes a core, and the driver's lock, from
     vLLM.
     """
     event = torch.cuda.Event(blocking=True)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a store needs besides loads and saves: start-up, renewal, manifests, removal."""
+"""Upkeep of a store, besides loads and saves: start-up, renewal, manifests, removal."""

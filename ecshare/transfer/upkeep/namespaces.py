@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs why an engine finds nothing: the facts in which its namespace differs from others."""
+"""Logs the facts in which an engine's namespace differs from others: why it finds nothing."""
 
 import logging
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 _WHAT = {Kind.EC: "embeddings", Kind.KV: "KV blocks"}
 _SHOWN = 10
-# After so many misses and no hit, an engine that only reads looks again: 1, 16, 256, ...
+# An engine that only reads compares again after 1, 16, 256, ... misses without a hit.
 _PATIENCE_GROWTH = 16
 
 
@@ -35,17 +35,17 @@ class NamespaceWatch:
         self._namespace = namespace
         self._facts = facts
         self._num_misses = 0
-        self._next_look = 1
+        self._next_due = 1
         self._last_sentence = ""
 
     def is_due(self, *, is_hit: bool) -> bool:
         """Record a hit or a miss of this engine. Return whether to `compare` now."""
         if is_hit:
-            self._next_look = 0  # it shares with somebody: misses are ordinary from now on
+            self._next_due = 0  # it finds what others store: misses are ordinary from now on
         self._num_misses += not is_hit
-        if is_hit or self._num_misses != self._next_look:
+        if is_hit or self._num_misses != self._next_due:
             return False
-        self._next_look *= _PATIENCE_GROWTH
+        self._next_due *= _PATIENCE_GROWTH
         return True
 
     async def compare(self) -> None:
@@ -61,7 +61,7 @@ class NamespaceWatch:
         if any(manifest.namespace == self._namespace for manifest in others):
             return True, others
         try:
-            # Of very many only the youngest are listed.
+            # If there are very many manifests, only the youngest are listed.
             return await read_manifest(store, self._kind, self._namespace) is not None, others
         except ValueError:  # damaged
             return False, others

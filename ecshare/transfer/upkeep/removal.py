@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Removes damaged objects from the store, and only those that are proven to be damaged there.
 
-What an engine reads may have been damaged on the way to it: by a proxy that answers with a web
+An object that an engine reads may have been damaged on the way: by a proxy that answers with a web
 page, by a network card, by this host's memory. Such an engine finds every object damaged, and must
 not empty the store for all others.
 """
@@ -24,43 +24,43 @@ from ecshare.transfer.jobs import Fetch
 
 logger = logging.getLogger(__name__)
 
-# A sound store has hardly any damaged objects. So many found within a minute are no accident of
-# single objects: nothing is removed before a whole minute has passed without one.
+# A sound store has hardly any damaged objects. If this many are found within a minute, the cause is
+# not in single objects: none is removed until a whole minute has passed without one.
 _MANY = 10
 _MANY_WITHIN_S = 60.0
-# Whatever happens, one process removes no more than this.
+# In any case, one process removes no more than this.
 _MOST_AN_HOUR = 20
 _HOUR_S = 3600.0
 
 
-class Allowance:
-    """How many objects this process may remove: few at once, and few in an hour.
+class DeletionBudget:
+    """Limits how many objects this process removes: none while many are damaged, and few an hour.
 
     Ownership: the I/O thread.
     """
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
-        """Start with nothing found. `clock_s`: monotonic seconds."""
+        """Start without damaged objects. `clock_s`: monotonic seconds."""
         self._clock_s = clock_s
         self._found: deque[tuple[float, str]] = deque(maxlen=_MANY)
         self._removed_s: deque[float] = deque(maxlen=_MOST_AN_HOUR)
-        self._is_braking = False
+        self._is_paused = False
 
     @property
-    def is_braking(self) -> bool:
-        """Whether so many objects are damaged that none may be removed."""
-        return self._is_braking
+    def is_paused(self) -> bool:
+        """True while so many objects are damaged that none may be removed."""
+        return self._is_paused
 
     def found(self, key: str) -> None:
         """Record that the object under `key` was found damaged."""
         now_s = self._clock_s()
-        self._is_braking = self._is_braking and now_s - self._found[-1][0] < _MANY_WITHIN_S
+        self._is_paused = self._is_paused and now_s - self._found[-1][0] < _MANY_WITHIN_S
         others = [each for each in self._found if each[1] != key]
         self._found = deque([*others, (now_s, key)], maxlen=_MANY)
-        if self._is_braking or len(self._found) < _MANY:
+        if self._is_paused or len(self._found) < _MANY:
             return
         if now_s - self._found[0][0] < _MANY_WITHIN_S:
-            self._is_braking = True
+            self._is_paused = True
             logger.warning(
                 "store: %d objects were found damaged within a minute, so the damage may happen on "
                 "the way to this host. Damaged objects count as missing, and none is removed until "
@@ -69,9 +69,9 @@ class Allowance:
                 _MANY,
             )
 
-    def why_not(self) -> str | None:
-        """Return why no object may be removed now; None: one may."""
-        if self._is_braking:
+    def denial_reason(self) -> str | None:
+        """Return why no object may be removed now; None: one may be."""
+        if self._is_paused:
             return "many objects were found damaged at the same time"
         if len(self._removed_s) < _MOST_AN_HOUR:
             return None
@@ -80,14 +80,14 @@ class Allowance:
         return f"this process has removed {_MOST_AN_HOUR} objects within an hour"
 
     def removed(self) -> None:
-        """Record that one was removed."""
+        """Record that an object was removed."""
         self._removed_s.append(self._clock_s())
 
 
 class Removal:
     """Decides about objects that a Fetch has found damaged, and removes them.
 
-    Ownership: the I/O thread; what is hashed and verified is on `loads`.
+    Ownership: the I/O thread; objects are hashed and verified on `loads`.
     """
 
     def __init__(
@@ -95,31 +95,31 @@ class Removal:
         client: StoreClient,
         loads: Executor,
         integrity: Integrity | None,
-        allowance: Allowance,
+        budget: DeletionBudget,
     ) -> None:
         """Use what the engine owns."""
         self._client = client
         self._loads = loads
         self._integrity = integrity
-        self._allowance = allowance
+        self._budget = budget
 
-    async def consider(self, job: Fetch, deadline_s: float) -> bool:
-        """Remove the object that `job` asks for if it is proven to be damaged in the store.
+    async def remove_if_proven(self, job: Fetch, deadline_s: float) -> bool:
+        """Remove the object of `job` if it is proven to be damaged in the store.
 
-        Returns whether there is none any more. Never raises; says in the log what it did.
+        Return whether the object is gone. Never raises; logs the result.
         """
-        self._allowance.found(job.key)
-        if self._allowance.is_braking:
-            return False  # this has been said
+        self._budget.found(job.key)
+        if self._budget.is_paused:
+            return False  # the pause was logged
         try:
-            reason = self._allowance.why_not() or await self._doubt(job, deadline_s)
+            reason = self._budget.denial_reason() or await self._proof_missing(job, deadline_s)
             if reason is None:
-                self._allowance.removed()
+                self._budget.removed()
                 await self._client.ask(
                     lambda store: store.delete([job.key]), Priority.SAVE, 0, deadline_s
                 )
         except ObjectMissing:
-            return True  # somebody else has removed it
+            return True  # another process has removed it
         except (StoreError, TimeoutError) as exc:
             reason = str(exc) or "the store did not answer in time"
         if reason is not None:
@@ -128,17 +128,17 @@ class Removal:
         logger.warning("store: the damaged object %s was removed", job.key)
         return True
 
-    async def _doubt(self, job: Fetch, deadline_s: float) -> str | None:
+    async def _proof_missing(self, job: Fetch, deadline_s: float) -> str | None:
         """Return why the object may be valid in the store; None if it is proven to be damaged.
 
         Raises:
-            StoreError, TimeoutError: the store did not say by `deadline_s`.
+            StoreError, TimeoutError: the store did not answer by `deadline_s`.
         """
         stated = await self._client.ask(
             lambda store: store.stat(job.key), Priority.LOAD, 0, deadline_s
         )
         if stated.num_bytes > job.limit_bytes:
-            return None  # by the store's own word
+            return None  # the store itself states a size that is too large
         if stated.num_bytes > MOST_HASHED_BYTES:
             return "it is too large to be examined"
         body = await self._client.ask(
@@ -151,18 +151,21 @@ class Removal:
         return await loop.run_in_executor(self._loads, self._examine, job, stated, body)
 
     def _examine(self, job: Fetch, stated: ObjectStat, body: memoryview) -> str | None:
-        """As `_doubt`, of what was read once more. Load thread."""
+        """Return why the object, read again as `body`, may be valid in the store; None: it is not.
+
+        Load thread.
+        """
         try:
             sealed = unseal(body, job.key, integrity=self._integrity)
         except ObjectCorrupt:
-            return _difference(stated, body)
-        # What was stored is what has come: its own checksum says so.
+            return _md5_proof_missing(stated, body)
+        # The checksum is right: the object arrived as it is stored.
         is_usable = job.accepts is None or job.accepts(sealed.spec)
         return "it is valid when read once more" if is_usable else None
 
 
-def _difference(stated: ObjectStat, body: memoryview) -> str | None:
-    """Return why `body` may not be what the store holds; None: it is, as the store states it."""
+def _md5_proof_missing(stated: ObjectStat, body: memoryview) -> str | None:
+    """Return why `body` may differ from the stored bytes; None: its MD5 is the stored object's."""
     if not stated.md5:
         return "the store states no MD5 of it, so the damage may have happened on the way"
     if hashlib.md5(body, usedforsecurity=False).hexdigest() != stated.md5:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps a writer's manifest and mark in the store, and young.
+"""Renews a writer's manifest and mark, so that they do not expire.
 
-An expiry rule removes objects by their age. Embeddings and KV may go: they are made again. The
-manifest and the mark are small, are written by engines alone, and must stay as long as an engine of
-their namespace runs: others learn from them why they find nothing, and in which sizes to look.
+An expiry rule removes objects by their age. Embeddings and KV may expire: they are computed again.
+The manifest and the mark are small, are written by engines alone, and must stay as long as an
+engine of their namespace runs: from them, other engines learn why they find nothing, and which
+sizes to look up.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ RETRY_S = 600.0
 
 
 class Record(Struct, frozen=True):
-    """What a writer leaves in the store beside its objects."""
+    """The manifest and the mark that a writer stores beside its objects."""
 
     kind: Kind
     namespace: str
@@ -36,12 +37,12 @@ class Record(Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """What it is called in a message."""
+        """The name of the record in messages."""
         what = "manifest and the size mark" if self.mark else "manifest"
         return f"the {what} of namespace {self.namespace}"
 
     async def put(self, store: ObjectStore) -> None:
-        """Write both parts again, each even if the other fails.
+        """Write the manifest and the mark, each even if the other fails.
 
         Raises:
             StoreError: a part could not be written.
@@ -55,13 +56,13 @@ class Record(Struct, frozen=True):
 
 
 async def renew(store: ObjectStore, record: Record, timeout_s: float, *, is_written: bool) -> None:
-    """Write `record` anew every few hours until cancelled; soon, unless it `is_written`.
+    """Write `record` every few hours until cancelled; for the first time soon, unless `is_written`.
 
     Runs on the I/O thread; raises nothing.
     """
     while True:
         pause_s = RENEWAL_S if is_written else RETRY_S
-        # Engines that started together shall not write together for ever.
+        # Random, so that engines that started together do not always write at the same time.
         await asyncio.sleep(pause_s * random.uniform(0.5, 1))
         level = logging.WARNING if is_written else logging.DEBUG
         is_written = await write_record(store, record, timeout_s, level=level)
@@ -70,10 +71,10 @@ async def renew(store: ObjectStore, record: Record, timeout_s: float, *, is_writ
 async def write_record(
     store: ObjectStore, record: Record, timeout_s: float, *, level: int = logging.WARNING
 ) -> bool:
-    """Write `record`, once; a failure is logged with that level. Returns whether it was written.
+    """Write `record` once; log a failure at `level`. Return whether it was written.
 
-    Not by way of StoreClient: no request waits for it, so its failures must not have the store left
-    alone, and a long queue of saves must not hold it up.
+    This bypasses StoreClient: no request waits for it, so its failures must not open a breaker, and
+    a long queue of saves must not delay it.
     """
     try:
         async with asyncio.timeout(timeout_s):

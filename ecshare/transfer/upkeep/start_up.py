@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine asks of its store and leaves there before the first job, and keeps up."""
+"""Probes the store before the first job, stores an engine's manifest and mark, and renews them."""
 
 import asyncio
 import logging
@@ -24,16 +24,16 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# How often a store that cannot serve is asked again.
+# The pauses between probes of a store that cannot serve.
 _FIRST_PAUSE_S = 0.1
 _PAUSE_GROWTH = 2.0
 _LONGEST_PAUSE_S = 2.0
 
 
 class StartUp:
-    """The first words between an engine and its store.
+    """The start of an engine at its store: probe, comparison of namespaces, manifest and mark.
 
-    Ownership: the thread that makes the engine calls `probe` and `begin`, which block; the rest
+    Ownership: the thread that creates the engine calls `probe` and `begin`, which block; the rest
     belongs to the I/O thread, that of `loop`.
     """
 
@@ -53,23 +53,23 @@ class StartUp:
         self._loop = loop
         self._watch: NamespaceWatch | None = None
         self.is_watching = False
-        """Whether `compare_again` is to hear of reads: of an engine that does nothing but read."""
+        """True for an engine that only reads: its reads are reported to `compare_again`."""
         self._comparing: asyncio.Task[None] | None = None
         self._renewing: asyncio.Task[None] | None = None
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """What goes on beside the jobs, and is to be cancelled at the end."""
+        """The background tasks, to be cancelled at the end."""
         return [task for task in (self._comparing, self._renewing) if task is not None]
 
     def probe(self, *, write: bool) -> bool:
         """See `TransferEngine.probe`."""
         option = f"{self._path}.url: {masked_url(self._config.url)!r}"
         try:
-            reason = self._block_on(self._asked_until_it_serves(write=write))
+            reason = self._block_on(self._probe_until_ready(write=write))
         except StoreError as exc:
             check = f"Check the url, {self._path}.storage_options and that the store is up"
-            # Without its causes: a client's own words may quote a signed url.
+            # Without its causes: a client's message may quote a signed url.
             raise ConfigError(
                 f"{option} cannot be used: {exc}. {wrong_region(self._config) or check}."
             ) from None
@@ -97,30 +97,30 @@ class StartUp:
         serves = self.probe(write=write)
         watch = NamespaceWatch(self._client, kind, namespace, facts)
         if serves:
-            # Not within a time-out of ours: it has its own, and says nothing where it fails.
+            # No time-out is needed: `compare` has its own, and never raises.
             self._block_on(watch.compare())
         if not write:
             self._watch, self.is_watching = watch, True
             return
-        self._block_on(self._keep(Record(kind, namespace, facts, mark), at_once=serves))
+        self._block_on(self._start_renewal(Record(kind, namespace, facts, mark), at_once=serves))
         if self._config.folder:
-            # It may take long and nobody waits for it; what is left to do when the process ends
-            # is done another day.
+            # A sweep may take long, and no request waits for it. If the process ends first, a later
+            # start does the rest.
             start_unbound("ecshare-sweep", sweep, self._config.folder)
 
     def compare_again(self, *, is_hit: bool) -> None:
-        """Note that a read has found something or not; compare namespaces if that is due."""
+        """Record a hit or a miss of a read; compare namespaces if that is due."""
         if self._watch is not None and self._watch.is_due(is_hit=is_hit):
             self._comparing = self._loop.create_task(self._watch.compare())
 
-    async def _keep(self, record: Record, *, at_once: bool) -> None:
-        """Write `record`, `at_once` or in some minutes, and anew from time to time."""
+    async def _start_renewal(self, record: Record, *, at_once: bool) -> None:
+        """Write `record`, `at_once` or in some minutes, and renew it from time to time."""
         timeout_s = self._config.io_timeout_s
         is_written = at_once and await write_record(self._store, record, timeout_s)
         renewing = renew(self._store, record, timeout_s, is_written=is_written)
         self._renewing = self._loop.create_task(renewing)
 
-    async def _asked_until_it_serves(self, *, write: bool) -> str:
+    async def _probe_until_ready(self, *, write: bool) -> str:
         """Return why the store did not serve within `io_timeout_s`; "" if it did.
 
         Raises:

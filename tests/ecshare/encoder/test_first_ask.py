@@ -16,8 +16,8 @@ from ecshare.store.format import TensorSpec
 from ecshare.store.hostcache.folder import SHM, is_in_memory
 from ecshare.transfer.device.staging import Staging
 from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.inline_reads import OPENS_PER_STEP
 from ecshare.transfer.jobs import Done, Fetch, Handle, Put, StoredObject
-from ecshare.transfer.quick_looks import LOOKS_A_STEP
 from ecshare.transfer.stats import summed
 from tests.ecshare.encoder.scheduler.test_scheduler import (
     NUM_EMBEDS,
@@ -132,12 +132,12 @@ def test_item_stays_pinned_for_60_s_after_its_request(
 def test_host_cache_checks_per_step_are_bounded(
     start: Start, vllm_config: VllmConfig, place: Path
 ) -> None:
-    names = [f"p{number}" for number in range(LOOKS_A_STEP + 2)]
+    names = [f"p{number}" for number in range(OPENS_PER_STEP + 2)]
     put_in_host_cache(vllm_config, place, *names)
     scheduler = start("ec_consumer")
     many = request(*(feature(name) for name in names), name="many")
     assert not scheduler.ready(many, 0)
-    assert [scheduler.has(name) for name in names] == LOOKS_A_STEP * [True] + 2 * [False]
+    assert [scheduler.has(name) for name in names] == OPENS_PER_STEP * [True] + 2 * [False]
     put_in_host_cache(vllm_config, place, "later")
     later = request(feature("later"), name="later")
     assert not scheduler.ready(later, 0), "the step's checks are used up"
@@ -153,7 +153,7 @@ def test_unsuccessful_host_cache_checks_count_too(
 ) -> None:
     put_in_host_cache(vllm_config, place, "picture")
     scheduler = start("ec_consumer")
-    strange = request(*(feature(f"s{number}") for number in range(LOOKS_A_STEP)), name="strange")
+    strange = request(*(feature(f"s{number}") for number in range(OPENS_PER_STEP)), name="strange")
     assert not scheduler.ready(strange, 0)
     assert not scheduler.ready(request(feature()), 0)
 
@@ -211,9 +211,9 @@ def test_fetch_that_must_be_in_the_store_does_not_end_at_once(
     put_in_host_cache(vllm_config, place, "picture")
     engine = TransferEngine(config(place), "options")
     key = key_of(vllm_config)
-    assert not engine.end_at_once(Handle(Fetch(key, 5, in_store=True)))
+    assert not engine.fetch_inline(Handle(Fetch(key, 5, in_store=True)))
     ended: list[Done[StoredObject]] = []
-    assert engine.end_at_once(Handle(Fetch(key, 5), ended.append))
+    assert engine.fetch_inline(Handle(Fetch(key, 5), ended.append))
     (done,) = ended
     assert done.value is not None
     done.value.release()

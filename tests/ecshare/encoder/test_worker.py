@@ -152,7 +152,7 @@ def test_out_of_memory_in_a_load_fails_that_item_alone(
     other = LoadOrder("other", KEY)
     encoder_cache: dict[str, torch.Tensor] = {}
     with monkeypatch.context() as patch:
-        patch.setattr(Staging, "bring", full)
+        patch.setattr(Staging, "copy_in", full)
         worker.load(Orders(loads=(LOAD,)), encoder_cache)
     worker.load(Orders(loads=(other,)), encoder_cache)
     assert counted(worker) == {"items/failed": 1}

@@ -14,7 +14,7 @@ from ecshare.store.format import PROLOGUE_BYTES, TensorSpec, seal
 from ecshare.store.integrity import Integrity
 from ecshare.store.keys import Key, Kind, object_key
 from ecshare.store.objects import Buffer
-from ecshare.transfer.announced import gaps
+from ecshare.transfer.announced import absence_notes
 from ecshare.transfer.device.staging import Staging
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import (
@@ -158,7 +158,7 @@ def test_late_gap_markers_are_dropped(
     """While a store hangs, each failed save adds a marker, and each marker takes long."""
     GatedFileSystem.close_gate("put", "move", "exists")
     with monkeypatch.context() as hurry:
-        hurry.setattr(gaps, "_VALID_S", 0.1)
+        hurry.setattr(absence_notes, "_VALID_S", 0.1)
         engine.submit(*map(GiveUp, KEYS))
         outcomes = [done.outcome for done in engine.drain(30)]
     assert outcomes == [Outcome.UNAVAILABLE] * len(KEYS)

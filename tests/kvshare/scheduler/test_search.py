@@ -11,7 +11,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from kvshare.chunks.prefix import Chunk, ChunkKey, Grid, Prefix, Tail
-from kvshare.scheduler.search import KEYS_A_ROUND, Found, infer_tp_sizes, longest_stored
+from kvshare.scheduler.search import KEYS_A_ROUND, StoredPrefix, infer_tp_sizes, longest_stored
 
 BLOCK_TOKENS = 16
 
@@ -37,7 +37,7 @@ def search(
     start_block: int,
     is_there: Callable[[Chunk], bool],
     chunks_a_round: int = KEYS_A_ROUND,
-) -> tuple[Found, list[list[Chunk]]]:
+) -> tuple[StoredPrefix, list[list[Chunk]]]:
     """Search; return what was found and the rounds that it took."""
     questions = longest_stored(prefix, start_block, sha256, chunks_a_round)
     rounds: list[list[Chunk]] = []
@@ -72,7 +72,7 @@ def prefixes(draw: st.DrawFn, most_blocks: int = 300) -> tuple[Prefix, int]:
     return prefix, draw(st.integers(0, num_blocks))
 
 
-def keys(found: Found) -> list[ChunkKey]:
+def keys(found: StoredPrefix) -> list[ChunkKey]:
     return [chunk.key for chunk in found.chunks]
 
 
@@ -189,6 +189,6 @@ def test_short_prompt_is_searched_in_one_round() -> None:
 def test_found_prefix_ends_before_a_chunk_of_unknown_tp_size() -> None:
     """It was removed between two rounds, so its size is unknown."""
     chunks = tuple(Chunk(ChunkKey(bytes([n])), n, 1, n, 1) for n in range(3))
-    found = Found(chunks, ()).in_tp_sizes({chunks[0].key: 1, chunks[2].key: 2})
+    found = StoredPrefix(chunks, ()).in_tp_sizes({chunks[0].key: 1, chunks[2].key: 2})
     assert found.chunks == chunks[:1]
     assert found.missing == (chunks[1].key,)

@@ -3,7 +3,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from ecshare.transfer.announced.poll_rate import Member, PollRate
+from ecshare.transfer.announced.poll_rate import PollRate, Waiter
 
 
 class Clock:
@@ -18,7 +18,7 @@ def clock() -> Clock:
     return Clock()
 
 
-def joined(stack: ExitStack, poll_rate: PollRate, number: int) -> list[Member]:
+def joined(stack: ExitStack, poll_rate: PollRate, number: int) -> list[Waiter]:
     return [stack.enter_context(poll_rate.joined()) for _ in range(number)]
 
 
@@ -36,11 +36,11 @@ def test_few_waiters_poll_at_full_rate(clock: Clock) -> None:
 def test_any_number_of_waiters_polls_500_times_a_second(clock: Clock, number: int) -> None:
     poll_rate = PollRate(clock)
     with ExitStack() as stack:
-        members = []
+        waiters = []
         for _ in range(4):
-            members += joined(stack, poll_rate, -(-number // 4))
+            waiters += joined(stack, poll_rate, -(-number // 4))
             clock.now_s += 0.25
-        assert sum(1 / poll_rate.pause_s(each) for each in members) == pytest.approx(500)
+        assert sum(1 / poll_rate.pause_s(each) for each in waiters) == pytest.approx(500)
 
 
 def test_many_old_waiters_poll_less_often(clock: Clock) -> None:

@@ -186,7 +186,7 @@ def test_embedding_may_be_freed_while_it_is_copied_out(busy: Gpu) -> None:
 def test_loaded_embedding_may_be_freed_while_kernels_use_it(busy: Gpu) -> None:
     """Its memory was allocated on another stream than that of the kernels."""
     staging, used = Staging(torch.device("cpu"), MIB), torch.zeros(4)
-    brought = staging.bring(torch.ones(4))
+    brought = staging.copy_in(torch.ones(4))
     used.copy_(brought, non_blocking=True)
     del brought
     busy.finish()
@@ -205,10 +205,10 @@ def test_loads_run_after_earlier_kernels(busy: Gpu) -> None:
 
 def test_host_memory_of_a_loaded_embedding_is_released(gpu: Gpu) -> None:
     staging, tensor = Staging(torch.device("cpu"), MIB), torch.ones(1000)
-    brought = staging.bring(tensor)
+    brought = staging.copy_in(tensor)
     tensor.zero_()  # it has been read
     assert brought.all()
-    staging.end_brought()
+    staging.free_arrived()
     assert staging.used_bytes == 0
 
 
@@ -229,8 +229,8 @@ def test_load_uses_memory_vllm_freed_if_the_device_is_full(
 ) -> None:
     staging = Staging(torch.device("cpu"), MIB)
     only_on(monkeypatch, gpu, lambda stream: stream is gpu.compute)
-    assert staging.bring(torch.ones(1000)).all()
-    staging.end_brought()
+    assert staging.copy_in(torch.ones(1000)).all()
+    staging.free_arrived()
     assert staging.used_bytes == 0
 
 
@@ -240,8 +240,8 @@ def test_failed_load_on_a_full_device_releases_host_memory(
     staging = Staging(torch.device("cpu"), MIB)
     only_on(monkeypatch, gpu, lambda stream: False)
     with pytest.raises(torch.OutOfMemoryError):
-        staging.bring(torch.ones(1000))
-    staging.end_brought()
+        staging.copy_in(torch.ones(1000))
+    staging.free_arrived()
     assert staging.used_bytes == 0
 
 
@@ -249,13 +249,13 @@ def test_embedding_is_loaded_without_free_staging_memory(gpu: Gpu) -> None:
     staging = Staging(torch.device("cpu"), 4096)
     full = staging.reserve(TensorSpec("U8", (0,), {}))
     assert full is not None
-    assert staging.bring(torch.ones(4)).all()
+    assert staging.copy_in(torch.ones(4)).all()
 
 
 def test_load_on_a_cpu_uses_no_staging_memory(staging: Staging) -> None:
     """There is no copy in flight whose end would release it."""
     for _ in range(3):
-        assert staging.bring(torch.ones(MIB // 2)).all()
+        assert staging.copy_in(torch.ones(MIB // 2)).all()
     assert staging.used_bytes == 0
 
 

@@ -3,7 +3,7 @@
 
 import pytest
 
-from ecshare.transfer.upkeep.removal import Allowance
+from ecshare.transfer.upkeep.removal import DeletionBudget
 
 
 class Clock:
@@ -19,48 +19,48 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def allowance(clock: Clock) -> Allowance:
-    return Allowance(clock)
+def budget(clock: Clock) -> DeletionBudget:
+    return DeletionBudget(clock)
 
 
-def test_single_damaged_objects_may_be_removed(allowance: Allowance, clock: Clock) -> None:
+def test_single_damaged_objects_may_be_removed(budget: DeletionBudget, clock: Clock) -> None:
     for number in range(15):
-        allowance.found(f"key-{number}")
-        assert allowance.why_not() is None
+        budget.found(f"key-{number}")
+        assert budget.denial_reason() is None
         clock.now_s += 20
 
 
-def test_repeated_damage_of_one_object_counts_once(allowance: Allowance) -> None:
+def test_repeated_damage_of_one_object_counts_once(budget: DeletionBudget) -> None:
     for _ in range(100):
-        allowance.found("key")
-    assert not allowance.is_braking
+        budget.found("key")
+    assert not budget.is_paused
 
 
 def test_many_damaged_objects_pause_removal_for_a_minute(
-    allowance: Allowance, clock: Clock
+    budget: DeletionBudget, clock: Clock
 ) -> None:
     for number in range(10):
-        assert not allowance.is_braking
-        allowance.found(f"key-{number}")
-    assert allowance.is_braking
-    assert "many objects" in str(allowance.why_not())
+        assert not budget.is_paused
+        budget.found(f"key-{number}")
+    assert budget.is_paused
+    assert "many objects" in str(budget.denial_reason())
     for number in range(10, 15):
         clock.now_s += 50
-        allowance.found(f"key-{number}")
-        assert allowance.is_braking
+        budget.found(f"key-{number}")
+        assert budget.is_paused
     clock.now_s += 61
-    allowance.found("key-15")
-    assert not allowance.is_braking
-    assert allowance.why_not() is None
+    budget.found("key-15")
+    assert not budget.is_paused
+    assert budget.denial_reason() is None
 
 
-def test_removals_per_hour_are_bounded(allowance: Allowance, clock: Clock) -> None:
+def test_removals_per_hour_are_bounded(budget: DeletionBudget, clock: Clock) -> None:
     for _ in range(20):
-        assert allowance.why_not() is None
-        allowance.removed()
+        assert budget.denial_reason() is None
+        budget.removed()
         clock.now_s += 60
-    assert "20 objects" in str(allowance.why_not())
+    assert "20 objects" in str(budget.denial_reason())
     clock.now_s += 3600 - 20 * 60
-    assert allowance.why_not() is None
-    allowance.removed()
-    assert "20 objects" in str(allowance.why_not())
+    assert budget.denial_reason() is None
+    budget.removed()
+    assert "20 objects" in str(budget.denial_reason())

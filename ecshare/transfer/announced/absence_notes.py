@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes that an announced object will not be stored, for those who wait for it."""
+"""Notes that an announced object will not be stored, for the readers that wait for it."""
 
 import time
 from collections.abc import Callable
@@ -13,18 +13,19 @@ from ecshare.store.objects import Memory
 from ecshare.transfer.client.priority import Priority
 from ecshare.transfer.client.store_client import StoreClient
 
-# Longer than anybody waits by default, with room for clocks that differ. Later another engine may
-# store the object.
+# Longer than any reader waits by default, with room for clocks that differ. After that, another
+# engine may store the object.
 _VALID_S = 30.0
 _TIME = "time"
 
 
-class Gaps:
-    """Leaves notes on this host and in the store, and reads them.
+class AbsenceNotes:
+    """Writes notes to this host's cache and to the store, and reads them.
 
-    A note is an object without a payload that holds the time of its writer. It counts for
-    `_VALID_S`. It may be false, as all in a store: it ends a wait for an object, which then counts
-    as missing, and has no other effect. A reader whose clock differs by more waits in vain.
+    A note is an object without a payload that holds its time of writing. It is valid for
+    `_VALID_S`. Like anything in a store it may be false: it ends a wait for an object, which then
+    counts as missing, and has no other effect. A reader whose clock differs by more than `_VALID_S`
+    ignores it, and waits until its deadline.
 
     Ownership: the I/O thread.
     """
@@ -42,14 +43,14 @@ class Gaps:
         self._integrity = integrity
         self._clock_s = clock_s
 
-    async def note(self, key: Key) -> None:
-        """Note that the object under `key` will not be stored, in place of an earlier note.
+    async def write(self, key: Key) -> None:
+        """Record that the object under `key` will not be stored, in place of an earlier note.
 
-        A note whose turn comes too late to be of use is dropped: while the store is down, each save
-        that fails adds one.
+        A note that cannot be written within `_VALID_S` is dropped: while the store is down, each
+        save that fails adds one.
 
         Raises:
-            StoreError, TimeoutError: the note is on this host alone.
+            StoreError, TimeoutError: the note is only on this host.
         """
         deadline_s = time.monotonic() + _VALID_S
         name, body = gap_key(key), bytearray(PROLOGUE_BYTES)
@@ -61,17 +62,17 @@ class Gaps:
             entry.close()
         await self._client.note(name, body, deadline_s)
 
-    def is_noted_here(self, key: Key) -> bool:
-        """Whether a process of this host has noted it."""
+    def is_on_host(self, key: Key) -> bool:
+        """Return whether this host's cache has a valid note for `key`."""
         name = gap_key(key)
         entry = self._host.open(name) if self._host.has(name) else None
         if entry is None:
             return False
         with entry:
-            return self._counts(name, entry.body)
+            return self._is_valid(name, entry.body)
 
-    async def is_noted(self, key: Key, deadline_s: float) -> bool:
-        """Whether the store has a note; False if it has not said so by `deadline_s`."""
+    async def is_in_store(self, key: Key, deadline_s: float) -> bool:
+        """Return whether the store has a valid note; False if it has not answered by then."""
         name, sink = gap_key(key), Memory(PROLOGUE_BYTES)
         try:
             await self._client.ask(
@@ -79,15 +80,15 @@ class Gaps:
             )
         except (StoreError, TimeoutError):
             return False
-        return self._counts(name, sink.body)
+        return self._is_valid(name, sink.body)
 
-    def _counts(self, name: Key, body: memoryview) -> bool:
+    def _is_valid(self, name: Key, body: memoryview) -> bool:
         try:
             sealed = unseal(body, name, integrity=self._integrity)
         except ObjectCorrupt:
             return False
-        noted_s, now_s = sealed.spec.attributes.get(_TIME), self._clock_s()
-        if not isinstance(noted_s, int | float):
+        written_s, now_s = sealed.spec.attributes.get(_TIME), self._clock_s()
+        if not isinstance(written_s, int | float):
             return False
-        # Compared, not subtracted: it may be an integer that no float can hold.
-        return now_s - _VALID_S <= noted_s <= now_s + _VALID_S
+        # Compared, not subtracted: the time may be an integer that no float can hold.
+        return now_s - _VALID_S <= written_s <= now_s + _VALID_S
