@@ -162,7 +162,7 @@ class TransferEngine:
 
     @property
     def open_breakers(self) -> frozenset[str]:
-        """The directions, "read" and "write", whose breaker is open. Any thread."""
+        """Return the directions, "read" and "write", whose breaker is open. Any thread."""
         return self._service.open_breakers
 
     def take_counts(self, half: str) -> dict[str, float]:

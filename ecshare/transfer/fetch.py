@@ -167,7 +167,7 @@ class Fetcher:
 
     @property
     def is_open(self) -> bool:
-        """True while loads are paused because downloaded objects are damaged. Any thread."""
+        """Return whether loads are paused because downloads arrive damaged. Any thread."""
         return self._damage_breaker.is_open
 
     async def serve(self, job: Fetch, deadline_s: float) -> _Served:

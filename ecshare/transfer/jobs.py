@@ -216,7 +216,7 @@ class Done(Struct, Generic[R], frozen=True):
 
     @property
     def is_late(self) -> bool:
-        """True for a look-up that the store did not answer in time."""
+        """Return whether the job is a look-up that the store did not answer in time."""
         if not isinstance(self.job, Lookup | MultiLookup):
             return False
         return self.outcome is Outcome.UNAVAILABLE and self.seconds >= self.job.timeout_s

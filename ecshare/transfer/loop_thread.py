@@ -44,7 +44,7 @@ class LoopThread(Generic[M]):
 
     @property
     def is_ours(self) -> bool:
-        """True in the process that has its threads; false in a forked child."""
+        """Return whether this process has its threads; False in a forked child."""
         return self._process == os.getpid()
 
     def stop(self, timeout_s: float) -> None:

@@ -93,7 +93,7 @@ class Saver:
 
         Raises:
             ObjectMissing: this host does not have it.
-            StoreError: it may not be stored.
+            StoreError: it is not certain that the store has the object.
         """
         async with self._backfills:
             entry = self._host.open(job.key)

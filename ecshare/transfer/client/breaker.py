@@ -68,7 +68,7 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """True while the breaker is open: the store counts as down."""
+        """Return whether the breaker is open: the store counts as down."""
         return self._failures >= _FAILURES_TO_OPEN
 
     def check(self) -> None:

@@ -58,13 +58,13 @@ class StoreClient:
 
     @property
     def open_breakers(self) -> frozenset[str]:
-        """The directions, "read" and "write", whose breaker is open."""
+        """Return the directions, "read" and "write", whose breaker is open."""
         each = {"read": self._reads, "write": self._writes}
         return frozenset(direction for direction, breaker in each.items() if breaker.is_open)
 
     @property
     def num_in_flight(self) -> int:
-        """The number of operations that have not ended, also those for which no job waits."""
+        """Return the number of operations that have not ended, even if no job waits for them."""
         return len(self._operations)
 
     async def close(self) -> None:

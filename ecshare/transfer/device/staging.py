@@ -165,7 +165,7 @@ class Arena:
 
     @property
     def used_bytes(self) -> int:
-        """The size of all parts in use."""
+        """Return the size of all parts in use."""
         with self._lock:
             self._merge()
             return self.num_bytes - sum(free for _, free in self._free)
@@ -233,7 +233,7 @@ class Slab:
 
     @property
     def payload_address(self) -> int:
-        """The memory address of the payload; valid until `release`."""
+        """Return the memory address of the payload; valid until `release`."""
         return int(self._whole.data_ptr()) + PROLOGUE_BYTES
 
     def arrived(self) -> memoryview:

@@ -48,7 +48,7 @@ class DeletionBudget:
 
     @property
     def is_paused(self) -> bool:
-        """True while so many objects are damaged that none may be removed."""
+        """Return whether so many objects are damaged that none may be removed."""
         return self._is_paused
 
     def found(self, key: str) -> None:

@@ -37,7 +37,7 @@ class Record(Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The name of the record in messages."""
+        """Return the name of the record in messages."""
         what = "manifest and the size mark" if self.mark else "manifest"
         return f"the {what} of namespace {self.namespace}"
 

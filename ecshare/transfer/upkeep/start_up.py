@@ -59,7 +59,7 @@ class StartUp:
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """The background tasks, to be cancelled at the end."""
+        """Return the background tasks, to be cancelled at the end."""
         return [task for task in (self._comparing, self._renewing) if task is not None]
 
     def probe(self, *, write: bool) -> bool:
