@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How engines are chosen where each stage has two: by what they may have cached, or in turns.
+"""Compare ways to choose one of two engines of a stage: by their likely caches, load, or turns.
 
 Conversations about a picture, over two encode, two prefill and two decode engines, each with a host
-cache of its own, as on hosts of their own. Three routers stand before them and are asked in turns:
-ours with --balance affinity, ours with --balance load, and one that goes round robin.
+cache of its own, as on hosts of their own. Three routers in front of them are asked in turns: ours
+with --balance affinity, ours with --balance load, and one that goes round robin.
 
     python -m benchmarks.balance
 """
@@ -47,24 +47,24 @@ SOURCES = {
     "own cache": "local_cache_hit",
     "loaded": "external_kv_transfer",
 }
-"""Where vLLM says that the tokens of a prompt came from."""
+"""vLLM's names of the sources of a prompt's tokens."""
 
 
 class Router(RouterProcess):
-    """One of the three."""
+    """One of the three routers."""
 
     def __init__(self, name: str, folder: Path, engines: Mapping[str, Sequence[Server]]) -> None:
         self._module, options = ROUTERS[name]
         super().__init__(name.strip("-").replace(" ", "-"), folder, engines, options)
 
     def command(self) -> list[str]:
-        """As the router's, by its module."""
+        """Return the router's command line, with its own module."""
         return [self._module if word == "ecshare.router" else word for word in super().command()]
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """The engines, by stage, and the routers before them."""
+    """The engines, by stage, and the routers in front of them."""
 
     engines: Mapping[str, Sequence[EngineProcess]]
     routers: Mapping[str, Router]
@@ -75,7 +75,7 @@ class Fleet:
         return cpu_s_of((self.routers[name], *engines))
 
     def prompt_tokens(self) -> dict[str, float]:
-        """Return how many tokens of prompts D has had until now, by where they came from."""
+        """Return the number of prompt tokens that D has had until now, by their source."""
         pages = [counters(each.base_url) for each in self.engines["decoder"]]
         name = "vllm:prompt_tokens_by_source_total"
         return {what: sum(page[name, of] for page in pages) for what, of in SOURCES.items()}
@@ -83,7 +83,7 @@ class Fleet:
 
 @dataclass(frozen=True)
 class Run:
-    """How one router answered the conversations of one round."""
+    """The figures of one router for the conversations of one round."""
 
     per_s: float
     """Answers a second."""
@@ -92,7 +92,7 @@ class Run:
     seconds: Sequence[float]
     """Of each answer."""
     prompt_tokens: Mapping[str, float]
-    """Of D, by where they came from."""
+    """Prompt tokens of D, by their source."""
 
 
 def main(words: Sequence[str]) -> None:
@@ -112,7 +112,7 @@ def main(words: Sequence[str]) -> None:
             for name in in_turn(list(ROUTERS), turn):
                 run = _talk(fleet, name, range(first, first + num_talks))
                 first += num_talks
-                if turn >= 0:  # the round before has warmed up all that there is
+                if turn >= 0:  # the first round warms up all engines and routers
                     found[name].append(run)
     report.add(_table(found))
     print(f"\nwritten: {report.write(options.results).name}")
@@ -145,7 +145,7 @@ def _fleet(folder: Path) -> Iterator[Fleet]:
 
 
 def _talk(fleet: Fleet, name: str, numbers: Sequence[int]) -> Run:
-    """Hold conversations, by CLIENTS at once."""
+    """Hold conversations, with CLIENTS at once."""
     url = fleet.routers[name].base_url
     before, cpu_s, start_s = fleet.prompt_tokens(), fleet.cpu_s(name), time.perf_counter()
     with ThreadPoolExecutor(CLIENTS) as clients:
@@ -161,7 +161,7 @@ def _talk(fleet: Fleet, name: str, numbers: Sequence[int]) -> Run:
 
 
 def _one_talk(url: str, number: int) -> list[float]:
-    """Return how long each answer of a conversation took."""
+    """Return the seconds of each answer of a conversation."""
     shown = {"type": "image_url", "image_url": {"url": picture(number, PICTURE_PIXELS)}}
     said: list[dict[str, Any]] = []
     seconds = []

@@ -97,7 +97,7 @@ class Report:
 
 
 def machine_facts() -> dict[str, str]:
-    """Return what the figures depend on: the processor, its memory and the versions."""
+    """Return the facts that figures depend on: the processor, its memory and the versions."""
     facts = {
         "machine": f"{os.cpu_count()} x {_processor()}, {_memory_gib():.0f} GiB, "
         f"{platform.system()} {platform.machine()}",
@@ -116,7 +116,7 @@ def machine_facts() -> dict[str, str]:
 
 
 def file_system(folder: Path) -> str:
-    """Return the type of the file system that `folder` lies on, e.g. `ext4`; `?` if unknown."""
+    """Return the type of the file system of `folder`, e.g. `ext4`; `?` if unknown."""
     best, kind = "", "?"
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, mounted_on, this_kind, *_ = line.split()
@@ -143,7 +143,7 @@ def arguments(about: str, module: str) -> argparse.ArgumentParser:
 
 
 def command_line(module: str, options: argparse.Namespace) -> str:
-    """Return the command that was given, without its paths: they mean nothing elsewhere."""
+    """Return the given command, without its paths: they mean nothing on other machines."""
     words = [f"python -m {module}"]
     for name, value in vars(options).items():
         if isinstance(value, Path) or value in (None, False):

@@ -57,7 +57,7 @@ class Environment:
 
     @property
     def python(self) -> Path:
-        """The interpreter of the environment."""
+        """Return the interpreter of the environment."""
         return self.folder / "bin" / "python"
 
     def set_up(self) -> None:
@@ -80,7 +80,7 @@ class Environment:
             stamp.write_text(wanted)
 
     def _fingerprint(self) -> str:
-        """What the environment depends on: if this is unchanged, so is the environment."""
+        """Return all that the environment depends on: if it is unchanged, so is the environment."""
         facts = hashlib.sha256(f"{sys.version} {self.requirements} {self.folder}".encode())
         files = [ROOT / "pyproject.toml", Path(__file__), MEND]
         for path in files + ([self.constraints] if self.constraints else []):
@@ -188,19 +188,19 @@ class Environment:
             raise StepFailed(_explained(what, said))
 
     def _imports(self, module: str) -> bool:
-        """Whether `module` can be imported in the environment; its error goes to the log."""
+        """Return whether the environment can import `module`; its error goes to the log."""
         with self.log.open("a") as log:
             command = [str(self.python), "-W", "ignore", "-c", f"import {module}"]
             return subprocess.run(command, stdout=log, stderr=log, check=False).returncode == 0
 
     def _has(self, module: str) -> bool:
-        """Whether `module` is there, importable or not."""
+        """Return whether `module` is installed, importable or not."""
         look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
         return subprocess.run([self.python, "-c", look], check=False).returncode == 0
 
 
 def _explained(what: str, said: str) -> str:
-    """Return one sentence with the fix for a step that failed and `said` this."""
+    """Return one sentence with the fix for a step that failed with the output `said`."""
     if _NO_SPACE in said:
         return (
             f"{what}: the disk is full; about {NEEDED_GB} GB are needed here, "

@@ -46,7 +46,7 @@ class Forked:
     """The guard of a program that a fork server runs, as a `Guard`."""
 
     def __init__(self, server: "ForkServer", lifeline: int, report: int) -> None:
-        """`lifeline`, `report`: our ends of the pipes `lifeline` and `status` of `fork_server.ask`."""
+        """`lifeline`, `report`: our ends of the pipes that `fork_server.ask` describes."""
         self._server = server
         self._lifeline: int | None = lifeline
         self._from_guard: int | None = report

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python` to a script under test: it does not start vLLM or the router, it says what it was told.
+"""Stands in for `python` in a script under test: reports arguments instead of starting a program.
 
-With `-m` it prints one line of JSON. Where SOCKET is set it sends the line there instead, and lives
-until the other end is closed. Everything else is done by the real Python.
+With `-m` it prints one line of JSON. If SOCKET is set, it sends the line there instead, and runs
+until the other end is closed. The real Python does everything else.
 """
 
 import json
@@ -14,7 +14,7 @@ SHOWN = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "VLLM_CPU_KVCACHE_SPACE")
 
 
 def main() -> None:
-    """Say it, and wait if need be."""
+    """Report the arguments, and wait if SOCKET is set."""
     if sys.argv[1] != "-m":
         os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
     shown = {name: os.environ[name] for name in SHOWN if name in os.environ}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""examples/coordinator speaks as llm-d's coordinator does with shared storage."""
+"""examples/coordinator sends what llm-d's coordinator sends with shared storage."""
 
 import asyncio
 import sys
@@ -20,7 +20,7 @@ async def answered(http: web.Request, body: dict[str, Any]) -> web.StreamRespons
 
 
 @pytest.mark.parametrize("returned", [False, True])
-async def test_it_sends_the_words_of_llm_d(returned: bool) -> None:
+async def test_example_sends_transfer_params_of_llm_d(returned: bool) -> None:
     async with FakeEngine(prefilled).serving() as p, FakeEngine(answered).serving() as d:
         program = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "examples.coordinator.ask"),
