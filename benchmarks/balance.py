@@ -86,11 +86,11 @@ class Run:
     """The figures of one router for the conversations of one round."""
 
     per_s: float
-    """Answers a second."""
+    """Answers per second."""
     cpu_each_s: float
-    """CPU seconds an answer."""
+    """CPU seconds for each answer."""
     seconds: Sequence[float]
-    """Of each answer."""
+    """The seconds that each answer took."""
     prompt_tokens: Mapping[str, float]
     """Prompt tokens of D, by their source."""
 
@@ -133,8 +133,8 @@ def _fleet(folder: Path) -> Iterator[Fleet]:
             if stage == "encoder":
                 return start(name, ec_argument("producer", url, **host))
             sharing = ec_argument("consumer", url, **host), kv_argument("both", url, **host)
-            told = "--enable-prompt-tokens-details", "--mm-processor-cache-gb=0"
-            return start(name, *sharing, *told)
+            flags = "--enable-prompt-tokens-details", "--mm-processor-cache-gb=0"
+            return start(name, *sharing, *flags)
 
         stages = ("encoder", "prefiller", "decoder")
         engines = {stage: [engine(stage, number) for number in range(EACH)] for stage in stages}
@@ -163,17 +163,17 @@ def _talk(fleet: Fleet, name: str, numbers: Sequence[int]) -> Run:
 def _one_talk(url: str, number: int) -> list[float]:
     """Return the seconds of each answer of a conversation."""
     shown = {"type": "image_url", "image_url": {"url": picture(number, PICTURE_PIXELS)}}
-    said: list[dict[str, Any]] = []
+    dialogue: list[dict[str, Any]] = []
     seconds = []
     for turn in range(TURNS):
         asked = {"type": "text", "text": f"{number}.{turn}: What do you see now?"}
         begin = [{"type": "text", "text": f"{number}: {STORY}"}, shown] if turn == 0 else []
-        said.append({"role": "user", "content": [*begin, asked]})
-        body = {"messages": said, "max_tokens": ANSWER_TOKENS, "temperature": 0}
+        dialogue.append({"role": "user", "content": [*begin, asked]})
+        body = {"messages": dialogue, "max_tokens": ANSWER_TOKENS, "temperature": 0}
         start_s = time.perf_counter()
         answer = ask(url, body)
         seconds.append(time.perf_counter() - start_s)
-        said.append({"role": "assistant", "content": answer.text})
+        dialogue.append({"role": "assistant", "content": answer.text})
     return seconds
 
 

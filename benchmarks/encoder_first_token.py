@@ -91,7 +91,7 @@ class _Round:
     number: int
     readings: Readings[What]
     num_tokens: dict[str, int] = field(default_factory=dict)
-    """Of the prompts, by where the picture is."""
+    """The tokens of the prompts, by the place of the picture."""
     answers: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def ask_everywhere(self, name: str, engine: EngineProcess, first: str) -> None:

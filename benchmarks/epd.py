@@ -74,9 +74,9 @@ class Phase:
     wall_s: float
     cpu_s: float
     seconds: Sequence[float]
-    """Of each request that was answered."""
+    """The seconds that each answered request took."""
     tokens: Sequence[tuple[int, ...] | None]
-    """Of each request; None: it was lost."""
+    """The tokens of each answer; None: the request was lost."""
 
     @property
     def per_s(self) -> float:

@@ -21,7 +21,7 @@ from benchmarks.report import Cell, Table
 from kvshare.connector import KVShareConnector
 
 NUM_TOKENS = 4096
-STORED_BLOCKS = 1  # enough for a hit; the rest of the prompt is looked up all the same
+STORED_BLOCKS = 1  # enough for a hit; the rest of the prompt is still looked up
 _SEED = 1000  # prompts that no other measurement has stored
 HOOKS = (
     "get_num_new_matched_tokens, first",

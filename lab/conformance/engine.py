@@ -124,8 +124,8 @@ class Engine(EngineLoop):
         deadline_s = time.monotonic() + self._patience_s
         while waiting := [each.request_id for each in tickets if each.reason is None]:
             if time.monotonic() > deadline_s:
-                said = f"no answer to {', '.join(waiting)} in {self._patience_s:.0f} s"
-                raise Violation(Effect.HANGS, said)
+                message = f"no answer to {', '.join(waiting)} in {self._patience_s:.0f} s"
+                raise Violation(Effect.HANGS, message)
             self.step()
 
     def idle(self) -> None:
@@ -133,8 +133,8 @@ class Engine(EngineLoop):
         deadline_s = time.monotonic() + self._patience_s
         while self.has_work:
             if time.monotonic() > deadline_s:
-                said = f"{self.name} has no request and still wants to step"
-                raise Violation(Effect.HANGS, said)
+                message = f"{self.name} has no request and still wants to step"
+                raise Violation(Effect.HANGS, message)
             self.step()
 
     def leave(self, ticket: Ticket) -> None:
@@ -195,8 +195,8 @@ def _as_client_sees(params: Any) -> Any:
     try:
         return json.loads(json.dumps(params))
     except (TypeError, ValueError) as raised:
-        said = f"ec_transfer_params cannot be sent to a client: {raised}"
-        raise Violation(Effect.REQUEST_FAILS, said) from raised
+        message = f"ec_transfer_params cannot be sent to a client: {raised}"
+        raise Violation(Effect.REQUEST_FAILS, message) from raised
 
 
 def _cache_config(config: VllmConfig) -> KVCacheConfig:

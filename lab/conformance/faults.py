@@ -158,8 +158,8 @@ def _require_quick_hooks(engine: Engine) -> None:
     logs = [engine.log, *(each.log for each in engine.runners)]
     for name, calls in ((name, calls) for log in logs for name, calls in log.calls.items()):
         if max(calls) >= _STUCK_S:
-            said = f"{name} waited {max(calls):.1f} s for the store"
-            raise Violation(Effect.EVERYONE_WAITS, said)
+            message = f"{name} waited {max(calls):.1f} s for the store"
+            raise Violation(Effect.EVERYONE_WAITS, message)
 
 
 @contextmanager

@@ -150,8 +150,8 @@ class Place:
         witness = self.decoder(f"witness-{len(self._engines)}")
         pictures = [each.without_pixels() for each in ticket.pictures]
         loaded = witness.ask(*pictures, params=ticket.params)
-        said = f"another engine cannot load what {ticket.request_id} encoded"
-        require(loaded.is_ok, Effect.REQUEST_FAILS, said)
+        message = f"another engine cannot load what {ticket.request_id} encoded"
+        require(loaded.is_ok, Effect.REQUEST_FAILS, message)
         self.stop(witness)
         engine.idle()
         return list(self.files())
@@ -167,9 +167,9 @@ class Place:
             raise NotApplicable("it has no files in {folder} that could be lost or damaged")
         return found
 
-    def note(self, said: str) -> None:
+    def note(self, message: str) -> None:
         """Add a note to the report, whether the rule holds or not."""
-        self.notes.append(said)
+        self.notes.append(message)
 
     def damage(self, paths: list[Path], fault: Callable[[Path], None]) -> None:
         """Damage files as another process with access to the store could."""

@@ -102,8 +102,8 @@ class PictureModel(Model):
         assert feature.data is not None
         pixels = feature.data.get_data().get(_PIXELS[feature.modality])
         if pixels is None:
-            said = f"item {feature.identifier[:40]!r} must be encoded and has no pixels"
-            raise Violation(Effect.ENGINE_DIES, said)
+            message = f"item {feature.identifier[:40]!r} must be encoded and has no pixels"
+            raise Violation(Effect.ENGINE_DIES, message)
         assert isinstance(pixels, Tensor)
         num_embeds, width = feature.mm_position.get_num_embeds(), self._config.get_hidden_size()
         assert isinstance(self._config.dtype, torch.dtype)
@@ -125,8 +125,8 @@ class PictureModel(Model):
         found = self.encoder_cache.get(feature.identifier)
         name = f"item {feature.identifier[:40]!r} on rank {self._rank}"
         if found is None:
-            said = f"encoder cache miss: {name} was neither loaded nor encoded"
-            raise Violation(Effect.ENGINE_DIES, said)
+            message = f"encoder cache miss: {name} was neither loaded nor encoded"
+            raise Violation(Effect.ENGINE_DIES, message)
         wanted = self._expected(request_id, feature)
         facts = [(tuple(each.shape), each.dtype) for each in (found, wanted)]
         require(

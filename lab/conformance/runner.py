@@ -67,7 +67,7 @@ def play_all(
     runners: Iterable[RunnerName] = RUNNERS,
     roles: Iterable[Roles] = ROLES,
 ) -> Iterator[Result]:
-    """Play checks, each with every runner and distribution of roles; yield results at once."""
+    """Play checks, each with every runner and distribution of roles; yield each result at once."""
     scenes = [(runner, each) for runner in runners for each in roles]
     for name in names:
         for runner, each in scenes:

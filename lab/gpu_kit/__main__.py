@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m lab.gpu_kit`: check our code on this machine's GPU; what `make test-gpu` runs.
+"""`python -m lab.gpu_kit`: check our code on this machine's GPU. Run by `make test-gpu`.
 
 The exit status is 0 if nothing failed, 1 if a check failed, and 2 if the command line is wrong or
 a package is missing. Without a GPU it plays nothing, prints one line, and exits with 0.

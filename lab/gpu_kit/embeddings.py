@@ -11,7 +11,7 @@ _SHAPE = (1000, 64)
 
 
 def embeddings_are_the_same_in_every_dtype(bench: Bench) -> None:
-    """Also views: the store has the elements that a view shows."""
+    """A loaded embedding has the saved bytes. Of a view, the store has the elements it shows."""
     store = bench.folder()
     embeddings = {str(dtype): drawn(*_SHAPE, dtype, bench.device) for dtype in DTYPES}
     embeddings["a view"] = drawn(64, 1000, torch.bfloat16, bench.device).T

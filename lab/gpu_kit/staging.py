@@ -35,7 +35,7 @@ def slabs_hold_what_was_on_the_device(bench: Bench) -> None:
 
 
 def what_is_brought_is_what_was_stored(bench: Bench) -> None:
-    """Read-only memory is copied by way of slabs, which are released, or without them if full."""
+    """Read-only memory is copied by way of reused slabs, or directly if they are too small."""
     for num_bytes in (4 * MIB, 4096):
         staging = Staging(bench.device, num_bytes)
         for dtype in DTYPES:

@@ -42,7 +42,7 @@ class Kernels:
     """Attention layers for a worker to try: they write keys and values to their caches."""
 
     def __init__(self, *, misplaced: int = 0) -> None:
-        """`misplaced`: the distance of the written slot from the right one."""
+        """`misplaced`: the distance, in slots, from the right slot to the one written."""
         self._misplaced = misplaced
 
     def check(self, caches: Mapping[str, Tensor]) -> LayoutCheck:
@@ -88,7 +88,7 @@ class KVHost:
         kernels: Kernels | None = None,
     ) -> None:
         """`cache`: [layer, block, head, token, content], of this rank's heads. `kernels`: the
-        layers of the engine, which the worker tries; None: it cannot try them.
+        layers of the engine, which the worker tries; None: it has none to try.
 
         Raises:
             CacheRefused: the worker half refuses to share the cache.

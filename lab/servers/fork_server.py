@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 from lab.servers import reaper
 
 SPARES = (1, 2)
-"""Spares of a program (vLLM's engine core), and of each spare (the ranks of an engine in tests)."""
+"""The numbers of spares: of a program, for vLLM's engine core; of each of these, for its ranks."""
 
 _MOST_BYTES = 1 << 20  # of a message
 _MOST_FDS = 16

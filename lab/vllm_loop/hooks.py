@@ -113,8 +113,8 @@ def _watched(name: str, hook: Callable[..., Any], log: HookLog) -> Callable[...,
         try:
             return hook(*args, **kwargs)
         except Exception as raised:
-            said = f"{type(raised).__name__}: {str(raised)[:200]}"
-            raise HookFailed(f"{name} raised {said}") from raised
+            error = f"{type(raised).__name__}: {str(raised)[:200]}"
+            raise HookFailed(f"{name} raised {error}") from raised
         finally:
             log.calls.setdefault(name, []).append(perf_counter() - start_s)
             current.log, current.hook = outer

@@ -103,14 +103,14 @@ class Model:
         return [_TOKEN]
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Return guesses of the tokens to come; None if this model makes none."""
+        """Return guesses of the next tokens; None if this model makes none."""
         return None
 
 
 def _row_of(new: NewRequestData) -> Row:
     prompt = new.prompt_token_ids or []
     return Row(
-        # For the V2 runner a request that was preempted is a new one, with what it had sampled.
+        # For the V2 runner a preempted request is a new one, with the tokens that it had sampled.
         tokens=list(new.prefill_token_ids or prompt),
         num_prompt_tokens=len(prompt),
         num_computed_tokens=new.num_computed_tokens,

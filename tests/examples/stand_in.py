@@ -22,10 +22,10 @@ def main() -> None:
     if "SOCKET" not in os.environ:
         sys.stdout.write(line)
         return
-    with socket.socket(socket.AF_UNIX) as told:
-        told.connect(os.environ["SOCKET"])
-        told.sendall(line.encode())
-        told.recv(1)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(os.environ["SOCKET"])
+        connection.sendall(line.encode())
+        connection.recv(1)
     sys.exit("the stand-in was told to end")
 
 

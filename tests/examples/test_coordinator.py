@@ -30,14 +30,14 @@ async def test_example_sends_transfer_params_of_llm_d(returned: bool) -> None:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
-        out, told = await program.communicate()
-    assert program.returncode == 0, told
-    assert (out.decode(), told.decode()) == (f"{SAID}\n", "loaded 8 of 9 tokens\n")
+        out, err = await program.communicate()
+    assert program.returncode == 0, err
+    assert (out.decode(), err.decode()) == (f"{SAID}\n", "loaded 8 of 9 tokens\n")
     (to_p,), (to_d,) = p.bodies, d.bodies
     assert to_p["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False}
     assert (to_p["max_tokens"], to_p["stream"]) == (1, False)
-    said = {"do_remote_decode": False, "do_remote_prefill": True}
+    expected = {"do_remote_decode": False, "do_remote_prefill": True}
     kvshare = {"kvshare": {"num_tokens": 7}} if returned else {}
-    assert to_d["kv_transfer_params"] == said | kvshare
+    assert to_d["kv_transfer_params"] == expected | kvshare
     assert to_d["messages"] == to_p["messages"]
     assert to_d["max_tokens"] > 1

@@ -32,14 +32,14 @@ def as_vllm(started: Started) -> Any:
     assert started.module == VLLM
     parser: Any = FlexibleArgumentParser  # has no types
     parser = AsyncEngineArgs.add_cli_args(parser())
-    told, for_the_server = parser.parse_known_args(started.arguments[2:])
+    parsed, for_the_server = parser.parse_known_args(started.arguments[2:])
     host, port = started.one("--host"), started.one("--port")
     assert for_the_server == [
         f"--host={host}",
         f"--port={port}",
         "--enable-prompt-tokens-details",
     ]
-    return told
+    return parsed
 
 
 def roles(started: Started) -> dict[str, str]:
@@ -65,8 +65,8 @@ def test_stage_has_its_port_connectors_and_store(
     box: Box, stage: str, port: int, expected: dict[str, str]
 ) -> None:
     started = box.engine_sh(stage, MODEL="a/model", STORE="s3://bucket/prefix")
-    told = as_vllm(started)
-    assert told.model == "a/model"
+    parsed = as_vllm(started)
+    assert parsed.model == "a/model"
     assert (started.one("--host"), started.one("--port")) == ("127.0.0.1", str(port))
     assert roles(started) == expected
     for kind, config in (("ec", EncoderConfig), ("kv", KVConfig)):
@@ -75,7 +75,7 @@ def test_stage_has_its_port_connectors_and_store(
             assert connector is not None
             options = connector[f"{kind}_connector_extra_config"]
             assert parse(config, options, "engine.sh").url == "s3://bucket/prefix"
-    has_cache_of_inputs = told.mm_processor_cache_gb != 0
+    has_cache_of_inputs = parsed.mm_processor_cache_gb != 0
     assert has_cache_of_inputs == (stage in ("encode", "plain"))
 
 
@@ -116,11 +116,11 @@ def test_port_setting_is_used_or_refused(box: Box) -> None:
 def test_router_has_local_engines_by_default(box: Box) -> None:
     started = box.engine_sh("router", HOST="0.0.0.0", DECODE_PORT="9003")
     assert started.module == ROUTER
-    told = parse_arguments(started.arguments[2:])
-    assert (told.host, told.port) == ("0.0.0.0", 8000)
-    assert told.encoders == ("http://127.0.0.1:8001",)
-    assert told.prefillers == ("http://127.0.0.1:8002",)
-    assert told.decoders == ("http://127.0.0.1:9003",)
+    parsed = parse_arguments(started.arguments[2:])
+    assert (parsed.host, parsed.port) == ("0.0.0.0", 8000)
+    assert parsed.encoders == ("http://127.0.0.1:8001",)
+    assert parsed.prefillers == ("http://127.0.0.1:8002",)
+    assert parsed.decoders == ("http://127.0.0.1:9003",)
 
 
 def test_router_has_engines_of_url_settings(box: Box) -> None:
@@ -130,10 +130,10 @@ def test_router_has_engines_of_url_settings(box: Box) -> None:
         PREFILL_URLS="http://[::1]:8002  http://[::1]:8012",
         DECODE_URLS=" http://d-0:8003\nhttp://d-1:8003\n",
     )
-    told = parse_arguments(started.arguments[2:])
-    assert told.encoders == ("http://e:8001",)
-    assert told.prefillers == ("http://[::1]:8002", "http://[::1]:8012")
-    assert told.decoders == ("http://d-0:8003", "http://d-1:8003")
+    parsed = parse_arguments(started.arguments[2:])
+    assert parsed.encoders == ("http://e:8001",)
+    assert parsed.prefillers == ("http://[::1]:8002", "http://[::1]:8012")
+    assert parsed.decoders == ("http://d-0:8003", "http://d-1:8003")
 
 
 def test_urls_are_not_expanded_as_file_patterns(box: Box) -> None:
@@ -146,9 +146,9 @@ def test_urls_are_not_expanded_as_file_patterns(box: Box) -> None:
 @pytest.mark.parametrize("nothing", ["", " \n"])
 def test_empty_urls_omit_a_stage_but_not_decode(box: Box, nothing: str) -> None:
     router = box.engine_sh("router", ENCODE_URLS=nothing, PREFILL_URLS=nothing)
-    told = parse_arguments(router.arguments[2:])
-    assert (told.encoders, told.prefillers) == ((), ())
-    assert told.decoders == ("http://127.0.0.1:8003",)
+    parsed = parse_arguments(router.arguments[2:])
+    assert (parsed.encoders, parsed.prefillers) == ((), ())
+    assert parsed.decoders == ("http://127.0.0.1:8003",)
     for stage in ("prefill", "decode"):
         assert roles(box.engine_sh(stage, ENCODE_URLS=nothing)) == {"kv": "kv_both"}
         assert len(roles(box.engine_sh(stage, PREFILL_URLS=nothing))) == 2
@@ -162,13 +162,13 @@ def test_further_arguments_go_to_vllm_and_override_settings(box: Box, stage: str
     further = ["--max-num-seqs=3", '--limit-mm-per-prompt={"image": 1}', "--seed", "7"]
     started = box.engine_sh(stage, *further, MAX_NUM_SEQS="5")
     assert started.arguments[-4:] == further
-    told = as_vllm(started)
-    assert (told.max_num_seqs, told.seed) == (3, 7)
+    parsed = as_vllm(started)
+    assert (parsed.max_num_seqs, parsed.seed) == (3, 7)
 
 
 def test_further_arguments_go_to_the_router(box: Box) -> None:
-    told = parse_arguments(box.engine_sh("router", "--hand-over", "after").arguments[2:])
-    assert told.hand_over == "after"
+    parsed = parse_arguments(box.engine_sh("router", "--hand-over", "after").arguments[2:])
+    assert parsed.hand_over == "after"
 
 
 @pytest.mark.parametrize(
@@ -216,19 +216,19 @@ def test_settings_reach_vllm_on_any_device(box: Box) -> None:
         "DTYPE": "bfloat16",
     }
     for device in ("cpu", "cuda"):
-        told = as_vllm(box.engine_sh("decode", DEVICE=device, **settings))
-        assert told.tensor_parallel_size == 2
-        assert told.gpu_memory_utilization == 0.45
-        assert told.max_model_len == 32_000
-        assert told.max_num_seqs == 64
-        assert told.dtype == "bfloat16"
+        parsed = as_vllm(box.engine_sh("decode", DEVICE=device, **settings))
+        assert parsed.tensor_parallel_size == 2
+        assert parsed.gpu_memory_utilization == 0.45
+        assert parsed.max_model_len == 32_000
+        assert parsed.max_num_seqs == 64
+        assert parsed.dtype == "bfloat16"
 
 
 def test_defaults_depend_on_device(box: Box) -> None:
     on_cpu = box.engine_sh("plain")
-    told = as_vllm(on_cpu)
-    assert (told.dtype, told.max_model_len, told.max_num_seqs) == ("float32", 4096, 8)
-    assert told.enforce_eager
+    parsed = as_vllm(on_cpu)
+    assert (parsed.dtype, parsed.max_model_len, parsed.max_num_seqs) == ("float32", 4096, 8)
+    assert parsed.enforce_eager
     assert on_cpu.environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
     on_gpu = box.engine_sh("plain", DEVICE="cuda")
     assert on_gpu.arguments[2:] == [

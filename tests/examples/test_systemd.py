@@ -78,8 +78,9 @@ def test_a_unit_starts_its_stage(stage: str, tmp_path: Path) -> None:
     started = Box(tmp_path).engine_sh(*arguments, **environment)
     assert started.one("--host") == "0.0.0.0"
     if stage == "router":
-        told = parse_arguments(started.arguments[2:])
-        assert [len(each) for each in (told.encoders, told.prefillers, told.decoders)] == [1, 1, 2]
+        parsed = parse_arguments(started.arguments[2:])
+        pools = (parsed.encoders, parsed.prefillers, parsed.decoders)
+        assert [len(each) for each in pools] == [1, 1, 2]
         return
     config = started.connector("ec")
     assert config is not None
