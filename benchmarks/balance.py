@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How engines are chosen where each stage has two: by what they may have cached, or in turns.
+"""Compare ways to choose one of two engines of a stage: by their likely caches, load, or turns.
 
 Conversations about a picture, over two encode, two prefill and two decode engines, each with a host
-cache of its own, as on hosts of their own. Three routers stand before them and are asked in turns:
-ours with --balance affinity, ours with --balance load, and one that goes round robin.
+cache of its own, as on hosts of their own. Three routers in front of them are asked in turns: ours
+with --balance affinity, ours with --balance load, and one that goes round robin.
 
     python -m benchmarks.balance
 """
@@ -47,24 +47,24 @@ SOURCES = {
     "own cache": "local_cache_hit",
     "loaded": "external_kv_transfer",
 }
-"""Where vLLM says that the tokens of a prompt came from."""
+"""vLLM's names of the sources of a prompt's tokens."""
 
 
 class Router(RouterProcess):
-    """One of the three."""
+    """One of the three routers."""
 
     def __init__(self, name: str, folder: Path, engines: Mapping[str, Sequence[Server]]) -> None:
         self._module, options = ROUTERS[name]
         super().__init__(name.strip("-").replace(" ", "-"), folder, engines, options)
 
     def command(self) -> list[str]:
-        """As the router's, by its module."""
+        """Return the router's command line, with its own module."""
         return [self._module if word == "ecshare.router" else word for word in super().command()]
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """The engines, by stage, and the routers before them."""
+    """The engines, by stage, and the routers in front of them."""
 
     engines: Mapping[str, Sequence[EngineProcess]]
     routers: Mapping[str, Router]
@@ -75,7 +75,7 @@ class Fleet:
         return cpu_s_of((self.routers[name], *engines))
 
     def prompt_tokens(self) -> dict[str, float]:
-        """Return how many tokens of prompts D has had until now, by where they came from."""
+        """Return the number of prompt tokens that D has had until now, by their source."""
         pages = [counters(each.base_url) for each in self.engines["decoder"]]
         name = "vllm:prompt_tokens_by_source_total"
         return {what: sum(page[name, of] for page in pages) for what, of in SOURCES.items()}
@@ -83,16 +83,16 @@ class Fleet:
 
 @dataclass(frozen=True)
 class Run:
-    """How one router answered the conversations of one round."""
+    """The figures of one router for the conversations of one round."""
 
     per_s: float
-    """Answers a second."""
+    """Answers per second."""
     cpu_each_s: float
-    """CPU seconds an answer."""
+    """CPU seconds for each answer."""
     seconds: Sequence[float]
-    """Of each answer."""
+    """The seconds that each answer took."""
     prompt_tokens: Mapping[str, float]
-    """Of D, by where they came from."""
+    """Prompt tokens of D, by their source."""
 
 
 def main(words: Sequence[str]) -> None:
@@ -112,7 +112,7 @@ def main(words: Sequence[str]) -> None:
             for name in in_turn(list(ROUTERS), turn):
                 run = _talk(fleet, name, range(first, first + num_talks))
                 first += num_talks
-                if turn >= 0:  # the round before has warmed up all that there is
+                if turn >= 0:  # the first round warms up all engines and routers
                     found[name].append(run)
     report.add(_table(found))
     print(f"\nwritten: {report.write(options.results).name}")
@@ -133,8 +133,8 @@ def _fleet(folder: Path) -> Iterator[Fleet]:
             if stage == "encoder":
                 return start(name, ec_argument("producer", url, **host))
             sharing = ec_argument("consumer", url, **host), kv_argument("both", url, **host)
-            told = "--enable-prompt-tokens-details", "--mm-processor-cache-gb=0"
-            return start(name, *sharing, *told)
+            flags = "--enable-prompt-tokens-details", "--mm-processor-cache-gb=0"
+            return start(name, *sharing, *flags)
 
         stages = ("encoder", "prefiller", "decoder")
         engines = {stage: [engine(stage, number) for number in range(EACH)] for stage in stages}
@@ -145,7 +145,7 @@ def _fleet(folder: Path) -> Iterator[Fleet]:
 
 
 def _talk(fleet: Fleet, name: str, numbers: Sequence[int]) -> Run:
-    """Hold conversations, by CLIENTS at once."""
+    """Hold conversations, with CLIENTS at once."""
     url = fleet.routers[name].base_url
     before, cpu_s, start_s = fleet.prompt_tokens(), fleet.cpu_s(name), time.perf_counter()
     with ThreadPoolExecutor(CLIENTS) as clients:
@@ -161,19 +161,19 @@ def _talk(fleet: Fleet, name: str, numbers: Sequence[int]) -> Run:
 
 
 def _one_talk(url: str, number: int) -> list[float]:
-    """Return how long each answer of a conversation took."""
+    """Return the seconds of each answer of a conversation."""
     shown = {"type": "image_url", "image_url": {"url": picture(number, PICTURE_PIXELS)}}
-    said: list[dict[str, Any]] = []
+    dialogue: list[dict[str, Any]] = []
     seconds = []
     for turn in range(TURNS):
         asked = {"type": "text", "text": f"{number}.{turn}: What do you see now?"}
         begin = [{"type": "text", "text": f"{number}: {STORY}"}, shown] if turn == 0 else []
-        said.append({"role": "user", "content": [*begin, asked]})
-        body = {"messages": said, "max_tokens": ANSWER_TOKENS, "temperature": 0}
+        dialogue.append({"role": "user", "content": [*begin, asked]})
+        body = {"messages": dialogue, "max_tokens": ANSWER_TOKENS, "temperature": 0}
         start_s = time.perf_counter()
         answer = ask(url, body)
         seconds.append(time.perf_counter() - start_s)
-        said.append({"role": "assistant", "content": answer.text})
+        dialogue.append({"role": "assistant", "content": answer.text})
     return seconds
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fewer bytes for KV: without loss (`compression`), and with 8-bit floats (`stored_dtype`).
 
-How many bytes are left, what that costs on one core, and what follows for a prompt that is stored
-and loaded: by an imaginary store in simulated time, with the limits and threads of KVShareConnector
-and the speeds that were measured here. Other ways need `pip install lz4 blosc2`; what is not
-installed is left out. MB are 10^6 bytes of KV before it is encoded.
+It measures how many bytes are left, the cost on one core, and the effect on a prompt that is stored
+and loaded: with an imaginary store in simulated time, the limits and threads of KVShareConnector
+and the measured speeds. Other codecs need `pip install lz4 blosc2`; those that are not installed
+are left out. MB are 10^6 bytes of KV before it is encoded.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ _AGREEMENT_NOTE = (
 
 @dataclass(frozen=True)
 class Codec:
-    """How KV may be stored. Both functions run on one thread."""
+    """One way to store KV. Both functions run on one thread."""
 
     name: str
     encode: Callable[[Tensor], Any]
@@ -101,7 +101,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def _codecs() -> Iterator[Codec]:
-    """Yield what is installed."""
+    """Yield the codecs that are installed."""
     zstandard, lz4 = _module("zstandard"), _module("lz4.block")
     blosc2 = _module("blosc2")
     if zstandard is not None:
@@ -128,7 +128,7 @@ def _bytes(numbers: Tensor) -> Any:  # noqa: ANN401 — numpy's array has no nam
 
 
 def _packed() -> Codec:
-    """Return what the option does, with the checksum."""
+    """Return the codec of the option `compression`, including the checksum."""
     packing = Packing(MODULE)
 
     def encode(numbers: Tensor) -> memoryview:
@@ -144,7 +144,7 @@ def _packed() -> Codec:
 
 @cache
 def _sealed(numbers: Tensor) -> memoryview:
-    """Return an object of these numbers, bfloat16, as a slab holds it."""
+    """Return an object with these bfloat16 numbers, as in a slab."""
     octets = _bytes(numbers)
     body = np.empty(PROLOGUE_BYTES + len(octets), np.uint8)
     body[PROLOGUE_BYTES:] = octets
@@ -200,16 +200,16 @@ def _changed(numbers: Tensor) -> Tensor:
 
 @cache
 def _buffer(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return memory that was used before, as that of the connector."""
+    """Return memory that was used before, like the connector's."""
     return torch.empty(shape, dtype=dtype)
 
 
-# --- what was measured ---
+# --- measured speeds ---
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one codec: what is left of a byte, and bytes per CPU second."""
+    """The speed of one codec: its ratio, and bytes per CPU second."""
 
     ratio: float
     encode: float
@@ -224,7 +224,7 @@ def _speeds(codecs: Sequence[Codec], numbers: Tensor, rounds: int) -> dict[str, 
             encoded, encode_s = _timed(codec.encode, numbers)
             decoded, decode_s = _timed(codec.decode, encoded)
             ratios[codec.name] = codec.num_bytes(encoded) / numbers.nbytes
-            if turn:  # the first one takes memory that the others use again
+            if turn:  # the first turn allocates memory that later ones reuse
                 readings.add((codec.name, "encode"), encode_s)
                 readings.add((codec.name, "decode"), decode_s)
             elif codec.name != FP8:
@@ -238,7 +238,7 @@ def _speed(ratio: float, name: str, readings: Readings[tuple[str, str]], num_byt
 
 
 def _timed(work: Callable[[Any], Any], on: object) -> tuple[Any, float]:
-    """Return the result and the CPU seconds of this thread."""
+    """Return the result, and the CPU seconds that this thread used."""
     began_s = time.thread_time()
     result = work(on)
     return result, time.thread_time() - began_s
@@ -288,7 +288,7 @@ def _agreement(families: Sequence[str], num_prompts: int) -> Table:
     return table
 
 
-# --- what follows for a prompt ---
+# --- the effect on a prompt ---
 
 
 class Transfers:

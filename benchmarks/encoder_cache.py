@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sharing embeddings costs an engine: saves, loads, and the hooks of the scheduler thread.
+"""Measure the cost of sharing embeddings: saves, loads, and hooks of the scheduler thread.
 
 ECShareConnector, vLLM's own ECExampleConnector and a plain copy in memory, in turns, on the same
 embeddings. Both connectors are driven through their vLLM hooks, without an engine. Medians; MB is
@@ -31,7 +31,7 @@ from ecshare.connector import ECShareConnector
 
 MODULE = "benchmarks.encoder_cache"
 MIB = 1 << 20
-HOST_CACHE_BYTES = 512 * MIB  # all that is loaded again fits
+HOST_CACHE_BYTES = 512 * MIB  # fits all that is loaded again
 SIZES_MB = (0.5, 8.0, 32.0)
 ROUND_TRIPS_MS = (0.0, 20.0)
 MEMCPY, CLONE = "copy into a ready buffer", "clone"
@@ -45,7 +45,7 @@ What = tuple[float, str, str, str]  # MB; place or ""; who; part
 
 @dataclass(frozen=True)
 class Site:
-    """One place with all who compete there."""
+    """One place, with all competitors."""
 
     place: Place
     durable: Halves
@@ -56,7 +56,7 @@ class Site:
 
     @property
     def raw_name(self) -> str:
-        """What the bare client of this place is called."""
+        """Return the name of the bare client of this place."""
         return f"bare: {self.raw.name}"
 
 
@@ -66,7 +66,7 @@ def main(words: Sequence[str]) -> None:
     rounds = options.rounds or (1 if options.quick else 7)
     sizes = SIZES_MB[:1] if options.quick else SIZES_MB
     num_items = 16 if options.quick else 200
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its words at the start are no news here
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its messages at the start are no news
     torch.set_num_threads(1)  # a copy is then one memcpy, as in the store's threads
     settings = {"rounds": rounds, "embedding width": WIDTH, "dtype": str(DTYPE), "copy threads": 1}
     report = Report("encoder_cache", command_line(MODULE, options), settings)
@@ -79,7 +79,7 @@ def main(words: Sequence[str]) -> None:
             *stack.enter_context(places.s3(ROUND_TRIPS_MS)),
         ]
         sites = [stack.enter_context(_site(place, config)) for place in found]
-        # As vLLM's engine core does once it has started: what lives long is not looked at again.
+        # As vLLM's engine core does after its start: the collector skips long-lived objects.
         gc.collect()
         gc.freeze()
         for size_mb in sizes:
@@ -121,9 +121,9 @@ def _site(place: Place, config: VllmConfig) -> Iterator[Site]:
 def _measure_size(
     sites: Sequence[Site], size_mb: float, rounds: int, readings: Readings[What]
 ) -> None:
-    """All phases for one size. Each round has an embedding of its own; the first one warms up."""
+    """Measure all phases for one size, with a new embedding each round. The first one warms up."""
     tensors = [embedding(int(size_mb * MIB), seed) for seed in range(rounds + 1)]
-    for phase in (_save, _load_cold, _load_here):
+    for phase in (_save, _load_cold, _load_cached):
         for turn, tensor in enumerate(tensors):
             kept = readings if turn else Readings()
             phase(sites, f"{size_mb}-{turn}", tensor, size_mb, kept)
@@ -135,7 +135,7 @@ def _measure_size(
 def _copy(
     place: str, tensor: Tensor, ready: Tensor, size_mb: float, readings: Readings[What]
 ) -> None:
-    """What every save and load is compared with; in turns with them, as the machine changes."""
+    """Time the copies that saves and loads are compared with; in turns with them."""
     with readings.timed((size_mb, place, MEMCPY, "copy")):
         ready.copy_(tensor)
         touch(ready)
@@ -146,7 +146,7 @@ def _copy(
 def _save(
     sites: Sequence[Site], name: str, tensor: Tensor, size_mb: float, readings: Readings[What]
 ) -> None:
-    ready = torch.zeros_like(tensor)  # as long unused as the slabs of the connector, then
+    ready = torch.zeros_like(tensor)  # then it has been unused as long as the connector's slabs
     for site in sites:
         place = site.place.name
         _put_raw(site, name, tensor, size_mb, readings)
@@ -160,7 +160,7 @@ def _save(
                 continue
             copied_s, settled_s = halves.save(f"{who}-{name}", tensor)
             if who == ANNOUNCED:
-                halves.settle(1)  # or it would still upload while the next one is timed
+                halves.settle(1)  # or it would upload while the next save is timed
             readings.add((size_mb, place, who, "copy"), copied_s)
             readings.add((size_mb, place, who, "wait"), settled_s)
             readings.add((size_mb, place, who, "total"), copied_s + settled_s)
@@ -177,7 +177,7 @@ def _put_raw(
 def _load_cold(
     sites: Sequence[Site], name: str, tensor: Tensor, size_mb: float, readings: Readings[What]
 ) -> None:
-    """Load what another host saved: nothing of it is on this one."""
+    """Load what another host saved, with none of it in this host's cache."""
     for site in sites:
         place = site.place.name
         with readings.timed((size_mb, place, site.raw_name, "cold")):
@@ -195,7 +195,7 @@ def _load_cold(
             readings.add((size_mb, place, who, "cold total"), ready_s + loaded_s)
 
 
-def _load_here(
+def _load_cached(
     sites: Sequence[Site], name: str, tensor: Tensor, size_mb: float, readings: Readings[What]
 ) -> None:
     """Load what is in this host's memory: the host cache, or the page cache of a folder."""
@@ -218,7 +218,7 @@ def _check(loaded: Tensor, saved: Tensor) -> None:
         raise AssertionError("what was loaded is not what was saved")
 
 
-# --- telling ---
+# --- reporting ---
 
 
 def _save_table(sites: Sequence[Site], sizes: Sequence[float], readings: Readings[What]) -> Table:
@@ -294,7 +294,7 @@ def _cold_table(sites: Sequence[Site], sizes: Sequence[float], readings: Reading
 
 
 def _timed(*seconds: float | None, base_s: float) -> list[float | None]:
-    """Return cells of milliseconds, then how many times `base_s` the last of them is."""
+    """Return cells of milliseconds, then the ratio of the last one to `base_s`."""
     assert seconds[-1] is not None
     return [*(None if each is None else 1e3 * each for each in seconds), seconds[-1] / base_s]
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the encoder-cache connector costs a real engine that gains nothing from it.
+"""Measure the cost of the encoder-cache connector for a real engine that gains nothing from it.
 
-Engines of one small model on this CPU, the same but for their connector, each under load in turn:
-how many requests they answer, every one with a picture that nobody has met; and how evenly they
+Engines of one small model on this CPU, equal except for their connector, are loaded in turn. One
+table has their request rates, with a new picture in each request; the other shows how evenly they
 decode while their store has stopped. Medians.
 """
 
@@ -76,7 +76,7 @@ def _engines(folder: Path, server: SeaweedFS) -> Iterator[dict[str, EngineProces
             engines[name] = engine.start_in(stack)
         for engine in engines.values():
             engine.wait_ready()
-            ask_many(engine, CLIENTS, _show_new_picture)  # what is made at the first request
+            ask_many(engine, CLIENTS, _show_new_picture)  # warms up
         yield engines
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How soon a real engine answers about a picture whose embedding somebody has already.
+"""Measure the time to the first token about a picture whose embedding is stored or cached.
 
-Engines of one small model on this CPU, the same but for their connector, and one request at a time:
-the time to the first token where the embedding is in vLLM's own encoder cache, in this host's
-cache, or only in the store, beside a prompt of the same length without a picture. Medians.
+Engines of one small model on this CPU, equal except for their connector, are asked one request at a
+time. The embedding is in vLLM's own encoder cache, in this host's cache, or only in the store; a
+prompt of the same length without a picture is timed too. Medians.
 """
 
 import sys
@@ -34,12 +34,12 @@ OWN, HOST, STORE = "in vLLM's encoder cache", "on this host", "in the store"
 WRITER, READER = "ECShareConnector, ec_both", "ECShareConnector, ec_consumer on another host"
 EXAMPLE = "ECExampleConnector, ec_both"
 ROUTED = "our router before both of ours"
-# Pictures that fill vLLM's encoder cache, of as many embeddings as a step has tokens: 4,096. It has
-# an endpoint that empties the cache, for developers, but tells no connector.
+# Pictures that fill vLLM's encoder cache, which has as many embeddings as a step has tokens: 4,096.
+# vLLM's endpoint that empties the cache, for developers, does not notify connectors.
 NUM_OTHERS, NUM_AT_ONCE = 20, 4
 
 What = tuple[str, str]
-"""An engine, and where the picture is."""
+"""An engine, and the place of the picture."""
 
 
 def main(words: Sequence[str]) -> None:
@@ -58,7 +58,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def connectors(folder: Path, hosts: Path) -> dict[str, Sequence[str]]:
-    """Return what each engine gets on its command line. The hosts' caches are in `hosts`."""
+    """Return the arguments of each engine's connectors. The hosts' caches are in `hosts`."""
     store = str(folder / "store")
     return {
         PLAIN: (),
@@ -91,11 +91,11 @@ class _Round:
     number: int
     readings: Readings[What]
     num_tokens: dict[str, int] = field(default_factory=dict)
-    """Of the prompts, by where the picture is."""
+    """The tokens of the prompts, by the place of the picture."""
     answers: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def ask_everywhere(self, name: str, engine: EngineProcess, first: str) -> None:
-        """Ask an engine until it has the picture in all caches; `first`: where it is at first."""
+        """Ask an engine until all its caches have the picture; `first`: its place at first."""
         self._ask(name, engine, first)
         self._ask(name, engine, OWN)
         if name != PLAIN:
@@ -111,7 +111,7 @@ class _Round:
         self._ask(ROUTED, router, TEXT)
 
     def _fill_with_others(self, engine: EngineProcess) -> None:
-        """Have vLLM's encoder cache drop the picture for others, which it dropped a round ago."""
+        """Make vLLM's encoder cache evict the picture, for others that it evicted a round ago."""
         begin = -1 - self.number % 2 * NUM_OTHERS
         others = [picture(begin - n, PICTURE_PIXELS) for n in range(NUM_OTHERS)]
         for n in range(0, NUM_OTHERS, NUM_AT_ONCE):
@@ -141,11 +141,11 @@ def _request(text: str, *pictures: str) -> dict[str, Any]:
 def first_token(
     engines: Mapping[str, EngineProcess], router: RouterProcess, store: Path, rounds: int
 ) -> Table:
-    """Ask each engine about one picture a round, wherever its embedding may be."""
+    """Ask each engine about one picture a round, with its embedding in each place."""
     readings: Readings[What] = Readings()
     others = [name for name in engines if name != READER]
     for turn in range(rounds + 2):
-        # The first rounds make what is made at first requests.
+        # The first rounds warm up.
         each = _Round(turn, readings if turn > 1 else Readings())
         num_stored = _num_files(store)
         for name in in_turn(others, turn):
@@ -175,7 +175,7 @@ def first_token(
 
 
 def _num_files(folder: Path) -> int:
-    """Count what is stored, not what is being written."""
+    """Count the stored objects, without those being written."""
     return sum(1 for path in folder.rglob("[!.]*") if path.is_file())
 
 

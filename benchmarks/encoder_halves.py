@@ -42,13 +42,13 @@ Role = Literal["ec_producer", "ec_consumer", "ec_both"]
 WIDTH = 4096  # elements of an embedding of an 8B-class model
 DTYPE = torch.bfloat16
 _GIVE_UP_S = 60.0
-# What a picture's pixels look like matters to nobody here but that they are there.
+# The content of the pixels does not matter, only their presence.
 _FIELD = MultiModalSharedField(batch_size=1)
 _PIXELS = torch.zeros(4, 8)
 
 
 class NotStored(Exception):
-    """A connector says that it does not have what was saved before."""
+    """A connector reports that it does not have what was saved before."""
 
 
 def vlm_config(folder: Path) -> VllmConfig:
@@ -123,8 +123,8 @@ class Halves:
         self._num_saved = 0
 
     def save(self, identifier: str, tensor: Tensor) -> tuple[float, float]:
-        """Encode and save an item nobody has. Returns the seconds the step is held up: by the hooks
-        that follow the encoder, and by the one that ends the step."""
+        """Encode and save a new item. Returns the seconds that hooks delay the step: those after
+        the encoder, and the one that ends the step."""
         request = request_for(identifier, len(tensor))
         self._model.made = tensor
         self._run(request, encodes=True)
@@ -169,7 +169,7 @@ class Halves:
         self.scheduler.shutdown()
 
     def _free(self) -> None:
-        """Tell both halves that vLLM's own encoder cache has nothing any more."""
+        """Tell both halves that vLLM's own encoder cache is empty."""
         step = step_of()
         step.free_encoder_mm_hashes = list(self._model.encoder_cache)
         self._execute(step)
@@ -182,14 +182,14 @@ class Halves:
         return False
 
     def _run(self, request: Request, *, encodes: bool) -> None:
-        """Run one step that computes `request`; the worker's log then tells of this step alone."""
+        """Run one step that computes `request`; the worker's log then has this step alone."""
         wait_until(lambda: self._is_ready(request), _GIVE_UP_S)
         self.scheduler.update_state_after_alloc(request, 0)
         step = step_of(request)
         step.scheduled_new_reqs = [NewRequestData.from_request(request, ())]
         if encodes:
             step.scheduled_encoder_inputs = {request.request_id: [0]}
-        self._model.forget()
+        self._model.clear()
         self.worker.log.clear()
         self._execute(step)
         self.scheduler.request_finished(request)
@@ -204,7 +204,7 @@ class Halves:
 
 
 class _Encoder(Model):
-    """Makes of every picture what it is told."""
+    """Returns a given embedding for every picture."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class _Encoder(Model):
     def encode(self, feature: MultiModalFeatureSpec) -> Tensor:
         return self.made
 
-    def forget(self) -> None:
-        """Forget all requests and embeddings."""
+    def clear(self) -> None:
+        """Drop all requests and embeddings."""
         self.rows.clear()
         self.encoder_cache.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the encoder cache's hooks on the scheduler thread take, whatever the store does."""
+"""Time the encoder cache's hooks on the scheduler thread, whatever the store does."""
 
 import time
 from collections import deque

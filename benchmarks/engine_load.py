@@ -16,7 +16,7 @@ PLAIN = "no connector"
 CLIENTS = 4
 
 AskOne = Callable[[EngineProcess], None]
-"""Send one request, of a kind that no engine has met, and wait for its answer."""
+"""Sends one new request to an engine, and waits for its answer."""
 
 
 def cpu_s_of(servers: Iterable[Server]) -> float:
@@ -27,9 +27,9 @@ def cpu_s_of(servers: Iterable[Server]) -> float:
 def throughput(
     engines: Mapping[str, EngineProcess], rounds: int, num_requests: int, ask_one: AskOne, what: str
 ) -> Table:
-    """Have each engine answer `num_requests` a round; `what`: of what kind, for the reader.
+    """Have each engine answer `num_requests` a round; `what`: the kind of requests, for the table.
 
-    `engines`: by what they are called; one of them is PLAIN.
+    `engines`: by their names; one of them is PLAIN.
     """
     note = (
         f"{num_requests} requests by {CLIENTS} clients, {what}. Engine, client and S3 server share "
@@ -51,7 +51,7 @@ def throughput(
 
 
 def ask_many(engine: EngineProcess, num_requests: int, ask_one: AskOne) -> None:
-    """Send requests by CLIENTS at once; return when all are answered."""
+    """Send requests from CLIENTS at once; return when all are answered."""
     with ThreadPoolExecutor(CLIENTS) as clients:
         for _ in clients.map(lambda _: ask_one(engine), range(num_requests)):
             pass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the split answers: encode, prefill and decode engines with a router before them.
+"""Measure the split: encode, prefill and decode engines with a router in front of them.
 
 Ours, and vLLM's own example connectors behind vLLM's own example proxy, on this CPU, in turns and
 with the same requests: new pictures, then four of five requests that were asked before, then all
@@ -12,8 +12,8 @@ The proxy is part of vLLM's source distribution: examples/disaggregated/disaggre
 Without it only our stack is measured.
 
 An engine runs scheduler and worker in one process, vLLM's default for one GPU, or with
-`--executor mp` in two, its default on a CPU. The one that waits for the other then spins on a core,
-which the other engines lack here.
+`--executor mp` in two, its default on a CPU. The process that waits for the other then spins on a
+core, which the other engines lack on this machine.
 """
 
 import statistics
@@ -57,35 +57,35 @@ TEXT = "What is to be seen here, and what will happen next? Answer in a few word
 
 @dataclass(frozen=True)
 class Stack:
-    """Engines of all stages, and what stands before them."""
+    """Engines of all stages, and the router or proxy in front of them."""
 
     front: Server
     engines: Sequence[EngineProcess]
 
     def cpu_s(self) -> float:
-        """Return the CPU seconds that all its processes have used until now."""
+        """Return the CPU seconds that all processes of the stack have used until now."""
         return cpu_s_of((self.front, *self.engines))
 
 
 @dataclass(frozen=True)
 class Phase:
-    """How one stack answered the requests of one phase of one round."""
+    """The figures of one stack for the requests of one phase of one round."""
 
     wall_s: float
     cpu_s: float
     seconds: Sequence[float]
-    """Of each request that was answered."""
+    """The seconds that each answered request took."""
     tokens: Sequence[tuple[int, ...] | None]
-    """Of each request; None: it was lost."""
+    """The tokens of each answer; None: the request was lost."""
 
     @property
     def per_s(self) -> float:
-        """Answered requests a second."""
+        """Return the answered requests per second."""
         return len(self.seconds) / self.wall_s
 
     @property
     def cpu_each_s(self) -> float:
-        """CPU seconds an answered request."""
+        """Return the CPU seconds for each answered request."""
         return self.cpu_s / max(1, len(self.seconds))
 
 
@@ -142,10 +142,10 @@ def _stacks(
 
 
 def _our_engines(folder: Path, start: Any) -> list[EngineProcess]:
-    """E, P and D, which share a folder and, as on one host, a host cache."""
+    """Start E, P and D, which share a folder and, as on one host, a host cache."""
     url, host = f"{folder}/ours", {"host_cache_dir": f"{folder}/ours-host"}
     consumer = ec_argument("consumer", url, **host)
-    # What README tells of P and D: requests come with and without their picture.
+    # As the README says of P and D: requests arrive with and without their picture.
     sharing = (consumer, kv_argument("both", url, **host), "--mm-processor-cache-gb=0")
     return [
         start("our-encode", ec_argument("producer", url, **host)),
@@ -155,7 +155,7 @@ def _our_engines(folder: Path, start: Any) -> list[EngineProcess]:
 
 
 def _example_engines(folder: Path, start: Any) -> list[EngineProcess]:
-    """The same with vLLM's connectors. D has both: what KV does not cover needs the embedding."""
+    """Start the same with vLLM's connectors. D has both: tokens without KV need the embedding."""
     embeddings, blocks = folder / "in-tree-ec", folder / "in-tree-kv"
     sharing = (
         example_argument("consumer", embeddings),
@@ -211,7 +211,7 @@ def _num_other(
     requests: Sequence[dict[str, list[int]]],
     found: dict[tuple[str, str], list[Phase]],
 ) -> dict[tuple[str, str], int]:
-    """Return how many answers differ from those of `plain`, asked one at a time."""
+    """Return the number of answers that differ from those of `plain`, asked one at a time."""
     numbers = {number for asked in requests for phase in asked.values() for number in phase}
     right = {number: ask(plain.base_url, _request(number)).token_ids for number in sorted(numbers)}
     return {
@@ -225,7 +225,7 @@ def _num_other(
 
 
 def _ask_all(stack: Stack, bodies: Sequence[dict[str, Any]]) -> Phase:
-    """Send all by CLIENTS at once."""
+    """Send all requests from CLIENTS at once."""
     seconds: list[float] = []
 
     def ask_one(body: dict[str, Any]) -> tuple[int, ...] | None:
@@ -243,7 +243,7 @@ def _ask_all(stack: Stack, bodies: Sequence[dict[str, Any]]) -> Phase:
     return Phase(time.perf_counter() - start_s, stack.cpu_s() - cpu_s, seconds, tokens)
 
 
-# --- telling ---
+# --- reporting ---
 
 
 def _table(

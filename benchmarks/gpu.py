@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sharing costs on a GPU: the time of the worker halves' hooks, and how much of the link
-between host and device their copies use.
+"""Measure the cost of sharing on a GPU: the time of the worker halves' hooks, and their copies'
+share of the link between host and device.
 
     python -m benchmarks.gpu
 
-It needs torch, and no vLLM. Without a GPU hooks are timed on a CPU that is taken for one, whose
-driver does nothing, and the link is a copy of host memory.
+It needs torch, and no vLLM. Without a GPU it times hooks on a CPU that stands in for one, with a
+driver that does nothing, and the link is a copy of host memory.
 """
 
 import logging
@@ -30,7 +30,7 @@ from lab.gpu_kit.kit import Bench  # noqa: E402
 from lab.gpu_kit.layouts import EIGHT_B, Sizes, make_cache  # noqa: E402
 from lab.gpu_kit.workers import MIB, KVHost, chunks, shuffled  # noqa: E402
 
-# Hooks do the same for few bytes a block as for many, but a CPU copies them.
+# Hooks cost the same for few bytes a block as for many, but a CPU copies these.
 _HOOK_SIZES = replace(EIGHT_B, content=8)
 _SAVE, _LOAD, _END = "order saves", "order loads", "end of step"
 
@@ -71,7 +71,7 @@ def _timed_steps(bench: Bench, layout: str, order: str, rounds: int) -> Readings
         host.save(*stored)
         host.settle()
         for number in range(rounds + 1):
-            step = times if number else Readings[str]()  # the first one warms up
+            step = times if number else Readings[str]()  # the first round warms up
             saves = chunks(ids, link.CHUNK_BLOCKS, sizes.block_tokens, prompt=str(number))
             with step.timed(_SAVE):
                 host.save(*saves)
@@ -85,7 +85,7 @@ def _timed_steps(bench: Bench, layout: str, order: str, rounds: int) -> Readings
 
 
 def link_shares(bench: Bench, sizes: Sizes, rounds: int) -> Table:
-    """Measure copies of ours as parts of what the link does in the same run."""
+    """Measure the throughput of our copies as a share of the link's in the same run."""
     seconds = Readings[link.What]()
     num_bytes: dict[link.What, int] = {}
     for number in range(rounds + 1):
@@ -108,8 +108,8 @@ def link_shares(bench: Bench, sizes: Sizes, rounds: int) -> Table:
 
 
 @contextmanager
-def _taken_for_a_gpu() -> Iterator[None]:
-    """Have this CPU be taken for a GPU whose driver copies nothing."""
+def _stand_in_for_a_gpu() -> Iterator[None]:
+    """Have this CPU stand in for a GPU whose driver copies nothing."""
     import pytest
 
     from kvshare.worker import blocks
@@ -128,7 +128,7 @@ def main() -> int:
     """Run the program; return its exit status."""
     parser = report.arguments(__doc__ or "", "benchmarks.gpu")
     options = parser.parse_args()
-    # The workers say that they cannot ask vLLM's attention layers, which are not there.
+    # Without vLLM the workers log that there are no attention layers to check.
     logging.getLogger("kvshare").setLevel(logging.ERROR)
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     rounds = options.rounds or (2 if options.quick else 20)
@@ -139,7 +139,7 @@ def main() -> int:
         bench = Bench(device, Path(stack.enter_context(_memory_folder())))
         with ExitStack() as hooks:
             if not bench.is_gpu:
-                hooks.enter_context(_taken_for_a_gpu())
+                hooks.enter_context(_stand_in_for_a_gpu())
             result.add(hook_times(bench, rounds))
         sizes = EIGHT_B if bench.is_gpu else replace(EIGHT_B, blocks=64)
         result.add(link_shares(bench, sizes, min(rounds, 5)))
@@ -148,7 +148,7 @@ def main() -> int:
 
 
 def _memory_folder() -> tempfile.TemporaryDirectory[str]:
-    """Return a folder in memory, if there is one: as host caches usually are."""
+    """Return a folder in memory, if possible: host caches are usually there."""
     memory = Path("/dev/shm")  # noqa: S108
     return tempfile.TemporaryDirectory(prefix="bench-", dir=memory if memory.is_dir() else None)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long hooks take, one call at a time."""
+"""Time hooks, one call at a time."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,19 +15,19 @@ COLUMNS = ("hook", "connector", "store", "calls", "p50 us", "p99 us", "max us")
 BLACK_HOLE = "S3, black hole"
 RUNNING = 8  # requests at once
 STEP_S = 0.001
-SHORT_S = 0.5  # what a request waits for a store that is gone; 5 s by default
+SHORT_S = 0.5  # the wait of a request for a store that is gone; 5 s by default
 
 
 class HookClock:
-    """Seconds of single calls, by name."""
+    """The seconds of single calls, by name."""
 
     def __init__(self) -> None:
         self.readings: Readings[str] = Readings()
         self.total_s = 0.0
-        """Of all calls so far."""
+        """The seconds of all calls so far."""
 
     def time(self, name: str, hook: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return what `hook` returns, and note how long it took."""
+        """Return what `hook` returns, and record its seconds."""
         start_s = time.perf_counter()
         result = hook(*args, **kwargs)
         seconds = time.perf_counter() - start_s

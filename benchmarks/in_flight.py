@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MB/s of continuous saves, with fixed limits in flight and with limits that follow the throughput.
+"""Measure continuous saves with fixed limits in flight, and with limits that follow throughput.
 
 `fixed`: at most 8 objects and 65 MiB are in flight. An imaginary store has a limited bandwidth, per
 connection and in total; it transfers nothing, and its time is simulated. The S3 server is real. MB
@@ -53,7 +53,7 @@ Save = Callable[[int], Awaitable[object]]
 
 @dataclass(frozen=True)
 class What:
-    """One figure: `of` says of what."""
+    """The key of one figure; `of`: its subject."""
 
     store: str
     size: str
@@ -126,7 +126,7 @@ async def _read_s3(place: places.Place, what: What, readings: Readings[What]) ->
     config = StoreConfig(url=place.url, storage_options=place.storage_options)
     store = open_store(config, "options")
     body = memoryview(noise(SIZES[what.size]))
-    # The same few objects are written again and again.
+    # Saves write the same few objects again and again.
     keys = [object_key(Kind.EC, "0" * 32, f"object {number}") for number in range(WAITING)]
     number = count()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sharing KV blocks costs an engine: saves, loads, and the hooks of the scheduler thread.
+"""Measure the cost of sharing KV blocks: saves, loads, and hooks of the scheduler thread.
 
 KVShareConnector, vLLM's own ExampleConnector and plain copies in memory, in turns, for one prompt
 on synthetic cache tensors of an 8B-class model. Both connectors are driven through their vLLM
@@ -51,13 +51,13 @@ What = tuple[str, str, str]  # place; who; part
 
 
 def ours_name(chunk_tokens: int) -> str:
-    """Return what our connector is called in the tables."""
+    """Return the name of our connector in the tables."""
     return f"KVShareConnector, chunks of {chunk_tokens}"
 
 
 @dataclass(frozen=True)
 class Turns:
-    """What is measured at each place."""
+    """The sizes and rounds to measure at each place."""
 
     config: VllmConfig
     num_blocks: int
@@ -75,11 +75,11 @@ class Ours:
 
 @dataclass(frozen=True)
 class Site:
-    """One place with all who compete there."""
+    """One place, with all competitors."""
 
     place: Place
-    caches: Tensor  # what is saved
-    target: Tensor  # what is loaded into
+    caches: Tensor  # the source of saves
+    target: Tensor  # the target of loads
     ours: dict[int, Ours]  # by tokens a chunk
     example: KVHalves | None  # files only
     example_reader: KVHalves | None
@@ -87,7 +87,7 @@ class Site:
 
     @property
     def raw_name(self) -> str:
-        """What the bare client of this place is called."""
+        """Return the name of the bare client of this place."""
         return f"bare: {self.raw.name}"
 
 
@@ -100,7 +100,7 @@ def main(words: Sequence[str]) -> None:
     sizes = [int(size) for size in (options.chunk_tokens or str(CHUNK_TOKENS)).split(",")]
     rounds = options.rounds or (1 if options.quick else 5)
     num_blocks = (options.tokens or (64 if options.quick else 1024)) // BLOCK_TOKENS
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its words at the start are no news here
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its messages at the start are no news
     torch.set_num_threads(1)  # a copy is then one memcpy, as in the store's threads
     settings: dict[str, Cell] = {
         "rounds": rounds,
@@ -138,7 +138,7 @@ def _measure_place(place: Place, turns: Turns, readings: Readings[What]) -> tupl
 
     Returns the name of the place and of its bare client.
     """
-    block_ids = list(range(1, turns.num_blocks + 1))  # vLLM's block 0 is nobody's
+    block_ids = list(range(1, turns.num_blocks + 1))  # vLLM never hands out block 0
     with _site(place, turns) as site:
         for turn in range(turns.rounds + 1):
             kept = readings if turn else Readings()
@@ -163,7 +163,7 @@ def _site(place: Place, turns: Turns) -> Iterator[Site]:
                 "host_cache_dir": str(host),
                 "host_cache_bytes": HOST_CACHE_BYTES,
                 "chunk_tokens": chunk_tokens,
-                "load": "always",  # nothing is computed here, so nothing would be faster
+                "load": "always",  # the simulated engine computes nothing
             }
             halves = KVHalves(KVShareConnector, config, {**place.options, **limits}, over)
             return stack.enter_context(closing(halves))
@@ -221,14 +221,14 @@ def _ours(
     for source in ("store", "host"):
         site.target.zero_()
         request = prompt_of(num_tokens + 2, turn, name=source)
-        _note(readings, place, f"{who}, from {source}", halves.second.load(request, block_ids))
+        _record(readings, place, f"{who}, from {source}", halves.second.load(request, block_ids))
         _check(site, block_ids)
     if site.place.folder is not None:
         _empty(site.place.folder / "store")
 
 
 def _empty(folder: Path) -> None:
-    """Remove all objects: every round of every size in memory would be more than there is."""
+    """Remove all objects: memory cannot hold every round of every size."""
     for path in folder.rglob("*"):
         if path.is_file():
             path.unlink()
@@ -241,15 +241,15 @@ def _example(site: Site, turn: int, block_ids: Sequence[int], readings: Readings
     held_up_s = site.example.save(prompt_of(num_tokens + 1, turn), block_ids)
     readings.add((place, EXAMPLE, "save held up"), held_up_s)
     site.target.zero_()
-    # Its folder's name leaves the last token out: it finds what a prompt of one token less saved.
+    # Its folder's name omits the last token, so it finds what a prompt with one token less saved.
     times = site.example_reader.load(prompt_of(num_tokens + 2, turn, name="example"), block_ids)
-    _note(readings, place, EXAMPLE, times)
+    _record(readings, place, EXAMPLE, times)
     _check(site, block_ids)
     assert site.place.folder is not None
     shutil.rmtree(site.place.folder / "example")
 
 
-def _note(readings: Readings[What], place: str, who: str, times: LoadTimes) -> None:
+def _record(readings: Readings[What], place: str, who: str, times: LoadTimes) -> None:
     readings.add((place, who, "look-up"), times.look_up_s)
     readings.add((place, who, "load held up"), times.held_up_s)
     readings.add((place, who, "load"), times.total_s)
@@ -262,7 +262,7 @@ def _check(site: Site, block_ids: Sequence[int]) -> None:
             raise AssertionError("what was loaded is not what was saved")
 
 
-# --- telling ---
+# --- reporting ---
 
 
 def _save_table(

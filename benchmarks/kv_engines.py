@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sharing KV gives and costs a real engine.
+"""Measure the gain and the cost of sharing KV for a real engine.
 
-Engines of one text model on this CPU, the same but for their connector. First one prompt after the
-other: how long the first token takes where the prompt must be computed, and where another engine
-has stored it. Then requests that nobody has met: what it costs to look for them in vain, and to
-store all of them. Medians.
+Engines of one text model on this CPU are equal except for their connector. First, one prompt after
+the other, it measures the time to the first token if the prompt must be computed, and if another
+engine has stored it. Then, with new requests, it measures the cost of look-ups in vain, and of
+storing all prompts. Medians.
 """
 
 import os
@@ -35,8 +35,8 @@ from lab.servers.openai_client import Answer, ask, question
 from lab.servers.s3 import SeaweedFS
 
 MODULE = "benchmarks.kv_engines"
-# Large enough that to compute a prompt takes much longer than to ask for it. It still has seven
-# times as much KV to store for what it computes as Qwen2.5-3B: 47 KB for each GFLOP, in float32.
+# Large enough that computing a prompt takes much longer than a look-up. The model still stores
+# seven times as much KV for the same computation as Qwen2.5-3B: 47 KB for each GFLOP, in float32.
 MODEL = {
     "hidden_size": 1024,
     "intermediate_size": 2816,
@@ -44,7 +44,7 @@ MODEL = {
     "num_attention_heads": 16,
     "num_key_value_heads": 2,
 }
-# One core computes and others are free, as vLLM sees to by itself where there are enough of them.
+# One core computes and the others are free, as vLLM itself ensures where there are enough cores.
 ONE_CORE = {**RANK_APART, "VLLM_CPU_OMP_THREADS_BIND": str(min(os.sched_getaffinity(0)))}
 BLOCK_TOKENS = 32
 SHAPE = (f"--block-size={BLOCK_TOKENS}", "--max-num-batched-tokens=4096")
@@ -52,7 +52,7 @@ VOCABULARY = ("the", "sea", "wind", "stars", "stone", "house", "cat", "blue", "g
 LONG_WORDS, SHORT_WORDS = 2000, 200
 COMPUTED, AGAIN, STORED = "computed", "in its own cache", "stored by another engine"
 KIND = f"each with a prompt of {SHORT_WORDS} words that nobody has met, 4 to 19 tokens answered"
-# Longer than it takes to store one object more.
+# Longer than storing one more object takes.
 _QUIET_S = 1.0
 
 _numbers = count()
@@ -65,11 +65,11 @@ class Pair:
     first: EngineProcess
     second: EngineProcess
     num_stored: Callable[[], int]
-    """How many objects the store has."""
+    """Returns the number of objects in the store."""
 
     @property
     def engines(self) -> tuple[EngineProcess, EngineProcess]:
-        """Both."""
+        """Return both engines."""
         return self.first, self.second
 
     def wait_stored(self) -> None:
@@ -137,7 +137,7 @@ def _engines(folder: Path, server: SeaweedFS) -> Iterator[tuple[EngineProcess, d
         }
         for engine in (plain, *(each for pair in pairs.values() for each in pair.engines)):
             engine.wait_ready()
-            ask_many(engine, CLIENTS, _ask_something_new)  # what is made at the first request
+            ask_many(engine, CLIENTS, _ask_something_new)  # warms up
         yield plain, pairs
 
 
@@ -199,12 +199,12 @@ def _num_files(folder: Path) -> int:
 
 def _ask_something_new(engine: EngineProcess) -> None:
     number = next(_numbers)
-    # As many of each length in any 16 requests: none waits for all others to end with it.
+    # Any 16 requests have each length equally often: requests do not all end together.
     ask(engine.base_url, question(_words(SHORT_WORDS, number), max_tokens=4 + 5 * number % 16))
 
 
 def _words(count: int, number: int) -> str:
-    """Return words of which no prompt of another number begins with the first ones."""
+    """Return `count` words. Prompts of other numbers begin with other words."""
     return f"Number {number}. " + " ".join(random.Random(number).choices(VOCABULARY, k=count))
 
 

@@ -53,7 +53,7 @@ class NotStored(Exception):
 
 
 def text_config(folder: Path) -> VllmConfig:
-    """Return the configuration of an engine with an 8B-class model, of which there is no weight."""
+    """Return the configuration of an engine with an 8B-class model, without weights."""
     (folder / "text-model").mkdir()
     model = {
         "architectures": ["LlamaForCausalLM"],
@@ -73,7 +73,7 @@ def text_config(folder: Path) -> VllmConfig:
         load_format="dummy",
         skip_tokenizer_init=True,
         enforce_eager=True,
-        disable_hybrid_kv_cache_manager=True,  # ExampleConnector insists
+        disable_hybrid_kv_cache_manager=True,  # ExampleConnector requires it
     ).create_engine_config()
     config.cache_config.block_size = BLOCK_TOKENS
     init_none_hash(sha256)
@@ -97,7 +97,7 @@ def empty_caches(num_blocks: int) -> Tensor:
 
 
 def fill(caches: Tensor, seed: int) -> None:
-    """Write random bits, other ones for each `seed`."""
+    """Write random bits, different ones for each `seed`."""
     generator = torch.Generator().manual_seed(seed)
     caches.view(torch.int16).random_(generator=generator)
 
@@ -107,11 +107,11 @@ class LoadTimes:
     """Seconds of one load."""
 
     look_up_s: float
-    """From the first question how much is stored to the answer."""
+    """From the first look-up to its answer."""
     held_up_s: float
-    """In hooks of the worker: other requests wait as long."""
+    """In hooks of the worker, which delay other requests."""
     total_s: float
-    """From the first question to the last byte in the cache."""
+    """From the first look-up to the last byte in the cache."""
 
 
 class KVHalves:
@@ -125,7 +125,7 @@ class KVHalves:
         caches: Tensor,
     ) -> None:
         config = copy.copy(vllm_config)
-        config.cache_config = copy.copy(vllm_config.cache_config)  # of an engine of its own
+        config.cache_config = copy.copy(vllm_config.cache_config)  # each engine has its own
         config.kv_transfer_config = KVTransferConfig(
             kv_connector=connector.__name__,
             kv_connector_module_path=connector.__module__,
@@ -136,12 +136,12 @@ class KVHalves:
         self.scheduler = connector(config, KVConnectorRole.SCHEDULER, shape)
         model = _Computed(dict(zip(LAYER_NAMES, caches.unbind(), strict=True)))
         self.worker = V2Runner(config, 0, model, shape)
-        self._num_saved = 0  # blocks, beyond those that were waited for
+        self._num_saved = 0  # blocks, beyond those that `settle` has waited for
 
     def save(self, request: Request, block_ids: Sequence[int]) -> float:
-        """Compute `request`, whose KV lies in these blocks, and save it.
+        """Compute `request`, whose KV is in these blocks, and save it.
 
-        Returns the seconds that its step is held up.
+        Returns the seconds that hooks delay its step.
         """
         num_tokens, _ = self._matched(request)
         assert num_tokens == 0, "it is stored already"
@@ -155,7 +155,7 @@ class KVHalves:
         return held_up_s
 
     def settle(self, num_blocks: int) -> None:
-        """Step on until the worker has counted `num_blocks` more as saved."""
+        """Step on until the worker has reported `num_blocks` more blocks as saved."""
 
         def are_saved() -> bool:
             self._execute(SchedulerOutput.make_empty())
@@ -165,10 +165,10 @@ class KVHalves:
         self._num_saved -= num_blocks
 
     def load(self, request: Request, block_ids: Sequence[int]) -> LoadTimes:
-        """Load what is stored of `request` into these blocks.
+        """Load the stored KV of `request` into these blocks.
 
         Raises:
-            NotStored: it is not all blocks.
+            NotStored: not all blocks are stored.
         """
         start_s = perf_counter()
         num_tokens, is_async = self._matched(request)
@@ -215,13 +215,13 @@ class KVHalves:
         report = self.worker.execute(step).kv_connector_output or KVConnectorOutput()
         if report.kv_connector_stats is not None:
             self._num_saved += int(report.kv_connector_stats.data.get("blocks/saved", 0))
-        # Else the scheduler half takes it that the memory of the saves is still in use.
+        # Otherwise the scheduler half assumes that the memory of the saves is still in use.
         self.scheduler.update_connector_output(report)
         return report
 
 
 class _Computed(Model):
-    """All KV lies in the caches already."""
+    """A model whose KV is already in the caches."""
 
     def __init__(self, kv_caches: dict[str, Tensor]) -> None:
         super().__init__()

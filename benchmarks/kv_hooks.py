@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the KV cache's hooks on the scheduler thread take, whatever the store does."""
+"""Time the KV connector's hooks on the scheduler thread, whatever the store does."""
 
 import time
 from collections import deque
@@ -21,7 +21,7 @@ from benchmarks.report import Cell, Table
 from kvshare.connector import KVShareConnector
 
 NUM_TOKENS = 4096
-STORED_BLOCKS = 1  # enough for a hit; the rest of the prompt is looked up all the same
+STORED_BLOCKS = 1  # enough for a hit; the rest of the prompt is still looked up
 _SEED = 1000  # prompts that no other measurement has stored
 HOOKS = (
     "get_num_new_matched_tokens, first",
@@ -99,7 +99,7 @@ def _timed(
 def _drive(halves: KVHalves, requests: Sequence[Request], clock: HookClock) -> None:
     """Call the scheduler half as vLLM's scheduler does, until all requests were admitted.
 
-    What is found is not loaded: that is the worker's work. The request is reported and ends.
+    Nothing is loaded: that is the worker's part. Each request is reported as loaded and ends.
     """
     first, again, allocated, orders, finished = HOOKS
     hooks: Any = halves.scheduler

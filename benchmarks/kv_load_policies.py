@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the default of KVShareConnector's `load` gives on an engine like those of users.
+"""Measure the default of KVShareConnector's `load` on engines like those of users.
 
-Engines of one text model on this CPU, with vLLM's V2 model runner, asynchronous scheduling and the
-worker in a process of its own. Each on a host of its own, they get prompts that another engine has
-stored in a folder, and new ones, in turn. Medians.
+Engines of one text model on this CPU have vLLM's V2 model runner, asynchronous scheduling and the
+worker in a process of its own. Each has a host cache of its own. In turn they get prompts that
+another engine has stored in a folder, and new ones. Medians.
 """
 
 import random
@@ -27,7 +27,7 @@ WRITER, DEFAULT, ALWAYS, NEVER = "writer", "if_faster (default)", "always", "nev
 POLICIES = (DEFAULT, ALWAYS, NEVER)
 STORED, NEW = "stored", "new"
 NUM_WORDS = 1200
-# Longer than it takes to store one object more.
+# Longer than storing one more object takes.
 _QUIET_S = 1.0
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long it takes to learn how much of a long prompt is stored."""
+"""Time look-ups of the stored prefix of a long prompt."""
 
 from collections.abc import Sequence
 from contextlib import closing
@@ -26,7 +26,7 @@ from kvshare.scheduler.scheduler import KVScheduler
 
 NUM_TOKENS = 32768
 NAMESPACE, PART = "0" * 32, "t0of1"
-# Stored of the prompt: nothing; a turn that ended inside of a chunk; everything.
+# The stored part of the prompt: nothing; a turn that ended within a chunk; everything.
 STATES = {"nothing": 0.0, "the first 39 %": 0.39, "everything": 1.0}
 _GIVE_UP_S = 60.0
 _NOTE = (
@@ -49,7 +49,7 @@ def kv_lookups(found: Sequence[Place], chunk_tokens: Sequence[int], rounds: int)
 def _looked_up(
     place: Place, chunk_tokens: int, seed: int, share: float, rounds: int
 ) -> tuple[int, float, float]:
-    """Return the tokens found, and medians: the first hook in us, all in ms."""
+    """Return the tokens found, and medians: the first hook in us, the look-up in ms."""
     grid = Grid(BLOCK_TOKENS, chunk_tokens // BLOCK_TOKENS)
     num_blocks = int(NUM_TOKENS * share) // BLOCK_TOKENS
     hashes = prompt_of(NUM_TOKENS, seed).block_hashes[:num_blocks]
@@ -70,7 +70,7 @@ def _one(place: Place, grid: Grid, seed: int, turn: int, readings: Readings[str]
             NAMESPACE, grid, (), 1, {1: (PART,)}, lambda *_: 0, sha256, saves=False, loads=True
         )
         with closing(KVScheduler(config, facts, TransferEngine(config, OPTIONS_PATH))) as half:
-            # Another prompt first: connections are open then, as in an engine that runs.
+            # Another prompt first: it opens connections, as in a running engine.
             for prompt in (len(STATES), seed):
                 request = prompt_of(NUM_TOKENS, prompt, name=str(turn))
                 found, first_s, all_s = _asked(half, request)
@@ -80,7 +80,7 @@ def _one(place: Place, grid: Grid, seed: int, turn: int, readings: Readings[str]
 
 
 def _asked(half: KVScheduler, request: Request) -> tuple[int, float, float]:
-    """Return the answer, and seconds: of the first hook, until the answer."""
+    """Return the answer, the seconds of the first hook, and those until the answer."""
     start_s = perf_counter()
     answer = half.num_loadable_tokens(request, 0)
     first_s = perf_counter() - start_s
@@ -96,7 +96,7 @@ def _asked(half: KVScheduler, request: Request) -> tuple[int, float, float]:
 
 
 def _store(place: Place, chunks: Sequence[Chunk]) -> None:
-    """Put a byte under the name of each of `chunks`: look-ups ask for no more."""
+    """Store one byte for each of `chunks`: look-ups check only existence."""
     with places.host_folder() as host:
         config = KVConfig(**place.options, host_cache_dir=str(host))
         engine = TransferEngine(config, OPTIONS_PATH)

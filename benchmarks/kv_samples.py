@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV to encode: drawn as that of large models is described, and computed by our small models."""
+"""KV to encode: drawn like published KV of large models, or computed by our small models."""
 
 import tempfile
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Of an 8B-class model: KV heads, and the width of keys and values together. Its layers are alike.
+# An 8B-class model: KV heads, and the width of keys and values together, equal in all layers.
 HEADS, TOKENS, HEAD_SIZE = 8, 16, 128
 PROMPT_TOKENS = 512
-# So many channels of keys are so much larger than others, in the models that publications measure.
+# The number of large key channels, and their scale, in the models that publications measure.
 LARGE_CHANNELS, LARGER = 0.03, 12.0
-# What an answer begins with is compared for so many positions of each prompt.
+# The number of positions of each prompt at which next tokens are compared.
 COMPARED = 128
 
 
@@ -35,16 +35,16 @@ def drawn(num_layers: int, num_blocks: int, seed: int = 0) -> Tensor:
 
 
 class Agreement(NamedTuple):
-    """What changed KV does to the next token, over some positions of random prompts."""
+    """The effect of changed KV on the next token, over some positions of random prompts."""
 
     num_positions: int
     equal_percent: float
-    """Positions with the same most probable token."""
+    """The share of positions with the same most probable token."""
     mean_error: float
-    """Of the logarithm of its probability."""
+    """The mean error of the log-probability of that token."""
     worst_error: float
     far_percent: float
-    """Of the positions where the two best tokens are at least 0.5 apart, those that agree."""
+    """The share of equal tokens, among positions whose two best tokens are at least 0.5 apart."""
 
 
 class SmallModel:
@@ -110,5 +110,5 @@ class SmallModel:
 
 
 def families(*, quick: bool) -> Sequence[str]:
-    """Return the names of the models to ask."""
+    """Return the names of the models to measure."""
     return ("qwen2.5-vl",) if quick else ("qwen2.5-vl", "qwen3-vl", "llava")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds until a prompt that is stored is ready, if it is always, never or sometimes loaded.
+"""Simulate the seconds until a stored prompt is ready, if always, never or sometimes loaded.
 
 The choice is that of KVShareConnector (`load`). The store is imaginary, with limited bandwidth, and
 so is the engine: it computes so many tokens per second, one prompt after the other, and its KV is
@@ -60,7 +60,7 @@ _CHANGE_NOTE = (
 
 @dataclass
 class Engine:
-    """Computes prompts in the order in which they come to it, in steps, at `speed` tokens per s."""
+    """Computes prompts in the order of their arrival, in steps, at `speed` tokens per second."""
 
     speed: int
     choice: LoadOrCompute
@@ -104,11 +104,11 @@ class Run:
         self._choice = LoadOrCompute(self._clock_s)
         self._engine = Engine(speed, self._choice)
         self._chance = random.Random(0)
-        self._going: list[tuple[float, int]] = []  # loads: since when, and of how many tokens
+        self._going: list[tuple[float, int]] = []  # loads: start, and number of tokens
         self.served: list[Served] = []
 
     async def serve(self, num_prompts: int) -> None:
-        """Serve so many prompts more, and return when all are ready."""
+        """Serve `num_prompts` more prompts, and return when all are ready."""
         sizes = ((self._small_part, SMALL), (1 - self._small_part, LARGE))
         mean_tokens = sum(part * sum(size) / 2 for part, size in sizes)
         mean_s = (mean_tokens + NEW_TOKENS) / self._engine.speed / BUSY
@@ -183,7 +183,7 @@ def _mixed(num_prompts: int) -> Table:
 def _each(
     num_prompts: int, small_part: float
 ) -> Iterator[tuple[tuple[str, int, str], list[Served]]]:
-    """Yield what each policy does with each store and engine."""
+    """Yield the results of each policy with each store and engine."""
 
     async def run(link: Link, speed: int, policy: str) -> list[Served]:
         here = Run(link, speed, policy, small_part)

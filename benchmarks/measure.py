@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clocks, and what is made of many readings."""
+"""Clocks, readings and their statistics."""
 
 import math
 import random
@@ -21,18 +21,18 @@ R = TypeVar("R", bound=Hashable)
 
 
 class Readings(Generic[R]):
-    """Seconds (or any numbers) by what was measured, one reading a round."""
+    """Seconds (or any numbers) by their subject, one reading a round."""
 
     def __init__(self) -> None:
         self._values: defaultdict[R, list[float]] = defaultdict(list)
 
     def add(self, what: R, value: float) -> None:
-        """Note one reading."""
+        """Record one reading."""
         self._values[what].append(value)
 
     @contextmanager
     def timed(self, what: R) -> Iterator[None]:
-        """Note the seconds that the body takes."""
+        """Record the seconds that the body takes."""
         started_s = time.perf_counter()
         yield
         self.add(what, time.perf_counter() - started_s)
@@ -52,7 +52,7 @@ class Readings(Generic[R]):
 
 
 def in_turn(names: Sequence[N], turn: int) -> Sequence[N]:
-    """Return the names, begun with another one each turn: none is always first."""
+    """Return the names, starting with another one each turn: none is always first."""
     first = turn % len(names)
     return (*names[first:], *names[:first])
 
@@ -70,7 +70,7 @@ def cpu_s() -> float:
 
 
 def touch(tensor: Tensor) -> None:
-    """Read a byte of every page and the last one: what is mapped lazily is there after this."""
+    """Read a byte of every page and the last one, so that lazily mapped pages are in memory."""
     flat = tensor.reshape(-1).view(torch.uint8)
     int(flat[::_PAGE_BYTES].sum()) + int(flat[-1])
 
@@ -81,7 +81,7 @@ def noise(num_bytes: int, seed: int = 0) -> bytearray:
 
 
 def wait_until(is_true: Callable[[], bool], within_s: float, every_s: float = 0.001) -> None:
-    """Ask until the answer is True. Raises TimeoutError."""
+    """Call `is_true` until it returns True. Raises TimeoutError."""
     deadline_s = time.monotonic() + within_s
     while not is_true():
         if time.monotonic() > deadline_s:

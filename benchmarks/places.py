@@ -17,25 +17,25 @@ SHM = Path("/dev/shm")  # noqa: S108 - where the host cache is by default, too
 
 @dataclass(frozen=True)
 class Place:
-    """A store to measure: what it is called and the connectors' options for it."""
+    """A store to measure: its name, and the connectors' options for it."""
 
     name: str
     url: str
     storage_options: dict[str, Any] = field(default_factory=dict)
     folder: Path | None = None
-    """Where it is a folder; None for S3."""
+    """The folder of the store; None for S3."""
     proxy: ProxyProcess | None = None
-    """What stands in front of it, where there is latency."""
+    """The proxy in front of the store, if it adds latency."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """The part of a connector's `extra_config` that names the store."""
+        """Return the part of a connector's `extra_config` that names the store."""
         return {"url": self.url, "storage_options": self.storage_options}
 
 
 @contextmanager
 def folders(disk: Path | None) -> Iterator[list[Place]]:
-    """Fresh folders, on disk (below `disk`, or where temporary files go) and in memory."""
+    """Yield new folders, on disk (below `disk`, or in the temporary folder) and in memory."""
     with ExitStack() as stack:
         places = {}
         for below in (disk, SHM if SHM.is_dir() else None):
@@ -47,7 +47,7 @@ def folders(disk: Path | None) -> Iterator[list[Place]]:
 
 @contextmanager
 def s3(round_trips_ms: Sequence[float]) -> Iterator[list[Place]]:
-    """One real S3 server on loopback, seen from these distances; 0 is without a proxy."""
+    """Yield one real S3 server on loopback at these latencies; 0 is without a proxy."""
     with ExitStack() as stack:
         logs = stack.enter_context(tempfile.TemporaryDirectory())
         server = stack.enter_context(SeaweedFS(logs))
@@ -59,7 +59,7 @@ def s3(round_trips_ms: Sequence[float]) -> Iterator[list[Place]]:
                     ProxyProcess("127.0.0.1", server.port.number, round_trip_ms / 1e3)
                 )
                 options = {**options, "endpoint_url": proxy.url}
-            # A prefix each: what one of them has stored, another would not store again.
+            # A prefix each: otherwise a second place would not store an existing object again.
             name = f"S3, {round_trip_ms:g} ms"
             url = f"{server.url}/{round_trip_ms:g}-ms"
             places.append(Place(name, url, options, proxy=proxy))
@@ -68,6 +68,6 @@ def s3(round_trips_ms: Sequence[float]) -> Iterator[list[Place]]:
 
 @contextmanager
 def host_folder() -> Iterator[Path]:
-    """A fresh folder for the host cache of one imaginary host, where the real one would be."""
+    """Yield a new folder for the host cache of one imaginary host, in the usual location."""
     with tempfile.TemporaryDirectory(dir=SHM if SHM.is_dir() else None) as folder:
         yield Path(folder) / "host"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bare clients that a store is measured against: no keys, no checks, no atomic writes.
 
-Each is what a programmer would write who wants bytes in and out of the same place, and knows the
-client's fast options.
+Each is written as by a programmer who stores bytes in the same place and knows the client's fast
+options.
 """
 
 import asyncio
@@ -37,10 +37,10 @@ class RawClient(ABC):
         """Read the objects under `names`."""
 
     def delete(self, names: Sequence[str]) -> None:  # noqa: B027
-        """Free what lies under `names`; nothing on S3, where SeaweedFS frees later or never."""
+        """Delete the objects under `names`; no-op on S3, where SeaweedFS frees late or never."""
 
-    def close(self) -> None:  # noqa: B027 — most have nothing to let go of
-        """Let go of connections."""
+    def close(self) -> None:  # noqa: B027 — most have nothing to release
+        """Close connections."""
 
 
 class RawFiles(RawClient):

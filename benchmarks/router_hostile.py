@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Honest requests beside hostile ones, which name media where nobody ever answers.
+"""Time honest requests beside hostile ones, whose media are on servers that never answer.
 
-A router process before an engine that computes nothing. Attackers ask for media on names that no
-name server answers for, or on servers that accept connections and say nothing, and ask again when
-they are refused. Meanwhile honest clients ask one after the other.
+A router process is in front of an engine that computes nothing. Attackers ask for media on names
+that no name server answers for, or on servers that accept connections and send nothing. They ask
+again when they are refused. Meanwhile honest clients ask one after the other.
 
     python -m benchmarks.router_hostile
 
-It runs in namespaces of its own (unshare -rmn): the name server is /etc/resolv.conf's, and no
+It runs in namespaces of its own (unshare -rmn): /etc/resolv.conf names its name server, and no
 packet leaves the loopback device.
 """
 
@@ -41,10 +41,10 @@ KINDS = (TEXT, "1 MB data: picture", "picture by address", "picture by name")
 GOOD_ZONE = "good.test"
 RATE_PER_S = 400
 MEDIA_TIMEOUT_S = 60
-"""Three times the default: silent servers are held for as long as the figures are taken."""
+"""Three times the default: silent servers hold requests for the whole measurement."""
 PATIENCE_S = 60.0
 AGAIN_S = 2.0
-"""What the router's Retry-After says."""
+"""The router's Retry-After."""
 LOOK_UP_S = 5.0
 _INSIDE = "ECSHARE_ROUTER_HOSTILE_INSIDE"
 _RESOLV_CONF = Path("/etc/resolv.conf")
@@ -53,15 +53,15 @@ _BACKLOG = 4096
 
 
 class Attack(NamedTuple):
-    """What is under way beside the honest requests."""
+    """Hostile requests beside the honest ones."""
 
     beside: str
     num_requests: int = 0
     urls_each: int = 0
     is_named: bool = False
-    """Whether the urls have names that nobody knows, rather than addresses of silent servers."""
+    """Whether urls have names that no name server answers for, or addresses of silent servers."""
     is_at_once: bool = False
-    """Whether the honest requests come with the first of the attack, and not when all have come."""
+    """Whether honest requests begin with the attack, and not once all of it has arrived."""
 
 
 def attacks(num_requests: int) -> list[Attack]:
@@ -99,10 +99,10 @@ def main(words: Sequence[str]) -> None:
 
 
 def _enter(words: Sequence[str]) -> None:
-    """Go on in namespaces of its own, as root there.
+    """Continue in namespaces of its own, as their root.
 
     Raises:
-        SystemExit: the system gives none.
+        SystemExit: the system does not allow it.
     """
     if _INSIDE in os.environ:
         return
@@ -122,7 +122,7 @@ def _enter(words: Sequence[str]) -> None:
 
 
 def _become_name_server(folder: Path) -> None:
-    """Switch the loopback device on, and have names looked up there."""
+    """Switch the loopback device on, and have names resolved on it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, _SET_FLAGS, struct.pack("16sh22x", b"lo", _IS_UP))
     own = folder / "resolv.conf"
@@ -131,19 +131,19 @@ def _become_name_server(folder: Path) -> None:
 
 
 class NameServer(asyncio.DatagramProtocol):
-    """Knows all names of one zone, and says nothing of any other."""
+    """Answers for all names of one zone, and is silent about any other."""
 
     def __init__(self) -> None:
         self._asked_s: dict[bytes, float] = {}
-        """When each silent name was asked for first."""
+        """The time of the first question for each silent name."""
 
     def num_held(self) -> int:
-        """Return for how many silent names the router may still wait."""
+        """Return the number of silent names that the router may still wait for."""
         since_s = time.monotonic() - LOOK_UP_S
         return sum(asked_s > since_s for asked_s in self._asked_s.values())
 
-    def forget(self) -> None:
-        """Forget what was asked."""
+    def clear(self) -> None:
+        """Drop the record of questions."""
         self._asked_s.clear()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -189,11 +189,11 @@ class Silent(asyncio.Protocol):
         self._held = held
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Count it."""
+        """Count the connection."""
         self._held.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Count it no more."""
+        """Stop counting the connection."""
         self._held.discard(self)
 
 
@@ -208,7 +208,7 @@ class Network:
     _number: int = field(default=0)
 
     def held_by(self, attack: Attack) -> int:
-        """Return how many connections, or names, the router waits for."""
+        """Return the number of connections, or names, that the router waits for."""
         return self.names.num_held() if attack.is_named else len(self.held)
 
     def bad_urls(self, attack: Attack) -> list[str]:
@@ -224,7 +224,7 @@ class Network:
         ]
 
     def good_url(self, kind: str) -> str:
-        """Return a url that nobody has asked for."""
+        """Return a url that was never asked for."""
         self._number += 1
         host = LOOPBACK if kind == KINDS[2] else f"h{self._number}.{GOOD_ZONE}"
         return f"http://{host}:{self.good_port}/{self._number}"
@@ -259,14 +259,14 @@ def _with_pictures(urls: Sequence[str]) -> Message:
 
 
 async def _attacker(client: Client, network: Network, attack: Attack, begins_s: float) -> None:
-    """Ask again and again, as long as the router is there."""
+    """Ask again and again, as long as the router runs."""
     await asyncio.sleep(begins_s)
     while (await client.ask(_with_pictures(network.bad_urls(attack)))).status:
         await asyncio.sleep(AGAIN_S)
 
 
 async def _until_it_holds(network: Network, attack: Attack) -> None:
-    """Wait until the attack holds no more than a second ago."""
+    """Wait until the attack holds no more connections or names than a second before."""
     before, now = -1, 0
     while now > before:
         await asyncio.sleep(1.0)
@@ -282,7 +282,7 @@ async def _honest(client: Client, message: Message) -> Reply:
 
 
 async def _replies(client: Client, network: Network, readings: int) -> dict[str, list[Reply]]:
-    """Ask for one of each kind at a time, so many times."""
+    """Ask for one url of each kind at a time, `readings` times."""
     replies: dict[str, list[Reply]] = {kind: [] for kind in KINDS}
     requests = Requests(DATA_BYTES)
     makers: list[Callable[[], Message]] = [
@@ -318,7 +318,7 @@ async def _measure(
     options = (f"--media-timeout-s={MEDIA_TIMEOUT_S}", "--allow-media-network=127.0.0.0/8")
     async with _network() as network:
         for attack in planned:
-            network.names.forget()
+            network.names.clear()
             with RouterProcess("router", folder, {"decoder": [engine]}, options) as router:
                 for row in await _beside(attack, router, network, readings):
                     table.add(attack.beside, *row)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory a router takes: after many requests, and with many streams at once."""
+"""Measure the memory of a router: after many requests, and with many streams at once."""
 
 import asyncio
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _MIB = 1 << 20
 
 
 async def memory_over_time(router: Server, num_clients: int, num_requests: int) -> Table:
-    """Look at the memory of a router again and again while it answers."""
+    """Read the memory of a router again and again while it answers."""
     table = Table(
         "Memory over time",
         ("requests", "resident MiB", "of it remembered MiB", "lost"),
@@ -39,7 +39,7 @@ async def memory_over_time(router: Server, num_clients: int, num_requests: int) 
 
 
 async def memory_of_streams(fronts: Mapping[str, Server], engine: Server, number: int) -> Table:
-    """Have each front pass on so many streams, which `engine` holds until all have begun."""
+    """Have each front forward `number` streams, which `engine` holds until all have begun."""
     table = Table(
         f"Memory of {number:,} streams at once",
         ("through", "resident MiB before", "with the streams", "kB a stream", "afterwards", "lost"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Store throughput, and what it costs the client, against the bare client on the same server.
+"""Compare throughput and CPU time of our stores with the bare client on the same server.
 
 MB/s and the client's CPU seconds (user and system, of this process; the server is another one) per
 GB, for whole objects of several sizes, one and eight at a time. MB and GB are 10^6 and 10^9 bytes.
@@ -29,7 +29,7 @@ SIZES = {"64 KB": 64 * KB, "1 MB": MB, "8 MB": 8 * MB, "32 MB": 32 * MB}
 LANES = (1, 8)
 VERBS = ("put", "get")
 NAMESPACE = "0" * 32
-# As many objects as make about so many bytes a reading: less is noise, more is waiting.
+# The bytes of a reading, about: fewer are noisy, more take long.
 FEWEST, MOST = 2, 256
 MEMCPY = "memcpy"
 FILES, OBSTORE, S3FS = "ecshare", "ecshare by obstore", "ecshare by s3fs"
@@ -41,7 +41,7 @@ _NOTE = (
 
 
 class OurStore(RawClient):
-    """One of our stores behind the same two verbs, on an event loop as in the transfer engine."""
+    """One of our stores with the same methods, on an event loop as in the transfer engine."""
 
     def __init__(self, name: str, store: ObjectStore) -> None:
         self.name = name
@@ -68,7 +68,7 @@ class OurStore(RawClient):
         self._loop.close()
 
     def _key(self, name: str) -> Key:
-        # Both roads share a bucket, and a put of what is there already would cost nothing.
+        # Both clients share a bucket, and a put of an existing object would cost nothing.
         return object_key(Kind.EC, NAMESPACE, f"{self.name}/{name}")
 
     def _each(
@@ -85,7 +85,7 @@ class OurStore(RawClient):
 
 
 class Memcpy(RawClient):
-    """A copy in memory: what no store can beat."""
+    """A copy in memory, which no store can beat."""
 
     name = MEMCPY
 
@@ -141,7 +141,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def clients(place: places.Place, num_bytes: int) -> list[RawClient]:
-    """Return all who compete at `place`."""
+    """Return all competitors at `place`."""
     config = StoreConfig(url=place.url, storage_options=place.storage_options, io_timeout_s=60)
     if place.folder is not None:
         return [

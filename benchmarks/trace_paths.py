@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many files and types of ours a save and a load pass through.
+"""Count our files and types that a save and a load pass through.
 
-A transfer engine over a folder store stores one object, and one on another host fetches it. Below
-`submit`, on all threads, every call of a function of ours is noted. A change of file is a call from
-another file than the call before it, in the order of time. For KV a rank's worker loads one chunk.
+A transfer engine over a folder store stores one object, and one on another host fetches it. Every
+call of our functions below `submit` is recorded, on all threads. A change of file is a call in
+another file than the previous call, in order of time. For KV, a rank's worker loads one chunk.
 
     python -m benchmarks.trace_paths [--calls]
 """
@@ -43,11 +43,11 @@ GIVE_UP_S = 20.0
 
 
 class Trace:
-    """The calls of our functions, in the order of time, of all threads."""
+    """The calls of our functions on all threads, in order of time."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, types.CodeType]] = []
-        """Thread and code."""
+        """The thread and the code of each call."""
 
     def note(self, frame: types.FrameType, event: str, _: object) -> None:
         """See sys.setprofile."""
@@ -57,17 +57,17 @@ class Trace:
 
     @property
     def files(self) -> list[str]:
-        """The file of each call."""
+        """Return the file of each call."""
         return [name for _, code in self.calls if (name := _room(code)) is not None]
 
     @property
     def num_changes(self) -> int:
-        """How often a call is in another file than the one before it."""
+        """Return the number of calls in another file than the call before."""
         files = self.files
         return sum(one != other for one, other in zip(files, files[1:], strict=False))
 
     def types(self) -> set[type]:
-        """Our classes that the functions called belong to, or name in their bodies."""
+        """Return our classes to which called functions belong, or that these name in bodies."""
         found: set[type] = set()
         for _, code in self.calls:
             module = sys.modules.get(_module(code))
@@ -79,7 +79,7 @@ class Trace:
 
 @cache
 def _room(code: types.CodeType) -> str | None:
-    """Where our function lies in the repository; None: it is not ours, or a part of another."""
+    """Return the path of our function in the repository; None: not ours, or part of another."""
     path = code.co_filename
     if not path.startswith(str(ROOT)) or code.co_name in ("<genexpr>", "<listcomp>", "<lambda>"):
         return None
@@ -89,7 +89,7 @@ def _room(code: types.CodeType) -> str | None:
 
 @cache
 def _first_resume(code: types.CodeType) -> int:
-    """Where a call begins. A coroutine that goes on, further down, is called no second time."""
+    """Return the offset where a call begins. Later offsets are of coroutines that resume."""
     return next((each.offset for each in dis.get_instructions(code) if each.opname == "RESUME"), 0)
 
 
@@ -104,7 +104,7 @@ def _is_ours(kind: type) -> bool:
 
 @contextmanager
 def traced(trace: Trace) -> Iterator[None]:
-    """Note the calls of the body, and of the threads that begin after `listen`."""
+    """Record the calls of the body, and of the threads that begin after `listen`."""
     _Switch.trace = trace
     sys.setprofile(trace.note)
     try:
@@ -115,7 +115,7 @@ def traced(trace: Trace) -> Iterator[None]:
 
 
 class _Switch:
-    """What the threads of an engine are traced for: they begin long before the path does."""
+    """The trace for the threads of an engine, which start long before the traced path."""
 
     trace: Trace | None = None
 
@@ -152,7 +152,7 @@ def _engine(folder: Path, host: str) -> TransferEngine:
 
 
 def _end(engine: TransferEngine) -> None:
-    """Wait for what is in flight; the calls of the waiting thread are not part of the path."""
+    """Wait for jobs in flight; the calls of the waiting thread are not part of the path."""
     sys.setprofile(None)
     for done in engine.drain(GIVE_UP_S):
         assert done.outcome is Outcome.OK, done
@@ -186,7 +186,7 @@ def _kv_config(folder: Path, host: str) -> KVConfig:
 
 
 def _settle(worker: KVWorker, engine: TransferEngine) -> None:
-    """Have it take in what ended. Only the call that does is part of the path."""
+    """Wait for a job to end, without tracing; then have the worker process it."""
     profile, quiet = sys.getprofile(), threading.Event()
     sys.setprofile(None)
     while engine._done.empty():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router, but the engines of a stage take turns: what benchmarks.balance compares it with.
+"""The router with engines of a stage in turns, for comparison in benchmarks.balance.
 
 It takes the router's options: `python -m benchmarks.turns_router OPTIONS`.
 """
@@ -11,10 +11,10 @@ from ecshare.router.engines import Engine, EnginePool, Work
 
 
 class Turns(EnginePool):
-    """Chooses the engine that has waited longest, whatever there is to do."""
+    """Chooses the engine that has waited longest, whatever the work is."""
 
     def choose(self, excluded: Collection[Engine] = (), work: Work | None = None) -> Engine | None:
-        """Return it, of those that are available and not `excluded`; None: there is none."""
+        """Return it, among engines that are available and not `excluded`; None: there is none."""
         live = [each for each in self.ranked(len(self)) if each not in excluded]
         return min(live, key=lambda each: each.last_turn, default=None)
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests, benchmarks and examples run: models, servers, faults and the conformance kit."""
+"""Models, servers, faults and the conformance kit that tests, benchmarks and examples run."""

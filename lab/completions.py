@@ -10,10 +10,10 @@ from lab.http_load import Message, Reply, post
 COMPLETIONS = "/v1/chat/completions"
 TEXT, NEW, KNOWN, AGAIN = "text", "new picture", "known picture", "asked before"
 KINDS = (TEXT, NEW, KNOWN, AGAIN)
-"""AGAIN: the same question about the same picture, one of a few; else each question is new."""
+"""AGAIN repeats one of a few questions about a picture; every other request is new."""
 _NUM_KNOWN = 16
 _SLOT = 12
-"""How many characters of a picture's base64 are its number: digits, which are base64 as well."""
+"""The number of base64 characters that hold a picture's number. Digits are valid base64."""
 
 
 class Requests:
@@ -44,5 +44,5 @@ class Requests:
 
 
 def num_lost(replies: Sequence[Reply]) -> int:
-    """Return how many requests were not answered 200."""
+    """Return the number of requests that were not answered with status 200."""
     return sum(reply.status != 200 for reply in replies)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An event loop that does not wait for timers: it advances its clock instead.
 
-Use it only for code without threads and I/O, such as `ThrottledStore`: the clock does not wait for
-these.
+Use it only for code without threads and I/O, such as `ThrottledStore`: the clock waits for neither.
 """
 
 import asyncio
@@ -11,7 +10,7 @@ from typing import Any
 
 
 class _Skipping(selectors.SelectSelector):
-    """Returns at once, and counts the time that it was asked to wait."""
+    """Returns at once, and adds up the time that it should have waited."""
 
     now_s = 0.0
 
@@ -22,7 +21,7 @@ class _Skipping(selectors.SelectSelector):
 
 
 class CountedTime(asyncio.SelectorEventLoop):
-    """An event loop that runs timers in their order, at once. Its time begins at 0."""
+    """An event loop that runs timers at once, in their order. Its clock starts at 0."""
 
     def __init__(self) -> None:
         self._skipping = _Skipping()

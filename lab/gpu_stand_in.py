@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A CPU that is taken for a GPU: the order of streams and events, on tensors of the host.
+"""A CPU that stands in for a GPU: the order of streams and events, on tensors of the host.
 
-What is launched on a side stream does not happen until something waits for it, as on a busy device:
-who reads or overwrites too early sees the wrong bytes. vLLM's own stream computes at once, unless
-the device is busy. A copy that comes to memory which was freed meanwhile finds other bytes there,
-unless that memory belongs to the copy's own stream.
-Pinning, the driver and how much memory there is are not played.
+Work on a side stream does not run until something waits for it, as on a busy device: code that
+reads or overwrites too early sees the wrong bytes. vLLM's own stream computes at once, unless the
+device is busy. A copy from memory that was freed meanwhile reads other bytes, unless that memory
+belongs to the copy's own stream. Pinning, the driver and the amount of memory are not simulated.
 """
 
 import ctypes
@@ -29,16 +28,16 @@ if TYPE_CHECKING:
     import pytest
 
 _device = threading.RLock()
-"""Held by who moves the device on."""
+"""Held by the thread that advances the device."""
 _OF_OTHERS = 0xA5
-"""What lies in memory that was freed and handed out again."""
+"""The bytes in memory that was freed and allocated again."""
 
 
 class Stream:
-    """Work that was launched and is not done yet. Any thread."""
+    """Work that was launched and has not run. Any thread."""
 
     def __init__(self, device: Any = None, *, is_prompt: bool = False) -> None:
-        """`is_prompt`: its work is done at once."""
+        """`is_prompt`: work runs when it is launched."""
         self.device = torch.device("cpu")
         self._is_prompt = is_prompt
         self._work: deque[Callable[[], Any]] = deque()
@@ -46,11 +45,11 @@ class Stream:
 
     @property
     def end(self) -> int:
-        """How much was ever launched: a point in the stream."""
+        """Return the number of works ever launched: a point in the stream."""
         return self._num_done + len(self._work)
 
     def has_reached(self, end: int) -> bool:
-        """Whether all before `end` is done."""
+        """Return whether all work before `end` has run."""
         return self._num_done >= end
 
     def launch(self, work: Callable[[], Any]) -> None:
@@ -61,7 +60,7 @@ class Stream:
                 self.run_to(self.end)
 
     def run_to(self, end: int) -> None:
-        """Do what was launched before `end`."""
+        """Run the work that was launched before `end`."""
         with _device:
             while self._num_done < end:
                 work = self._work.popleft()
@@ -69,11 +68,11 @@ class Stream:
                 work()
 
     def wait_event(self, event: "Event") -> None:
-        """As torch's."""
+        """Launch a wait for `event`."""
         self.launch(event.synchronize)
 
     def wait_stream(self, stream: "Stream") -> None:
-        """As torch's."""
+        """Launch a wait for all work of `stream` so far."""
         event = Event(blocking=True)
         event.record(stream)
         self.wait_event(event)
@@ -83,43 +82,43 @@ class Event:
     """A point in a stream. Any thread."""
 
     def __init__(self, *, blocking: bool = False) -> None:
-        """As torch's; refuses one for which a thread would spin."""
-        assert blocking, "who waits for this event would spin"
+        """Make an event; refuse one for which a waiting thread would spin."""
+        assert blocking, "a thread that waits for this event would spin"
         self._stream: Stream | None = None
         self._end = 0
 
     def record(self, stream: Stream) -> None:
-        """As torch's."""
+        """Set the event to the end of `stream`."""
         self._stream, self._end = stream, stream.end
 
     def query(self) -> bool:
-        """As torch's."""
+        """Return whether the stream has reached the event."""
         return self._stream is None or self._stream.has_reached(self._end)
 
     def synchronize(self) -> None:
-        """As torch's: do what comes before it."""
+        """Run the work before the event, as torch's event waits for it."""
         if self._stream is not None:
             self._stream.run_to(self._end)
 
 
 class Gpu:
-    """What stands in for torch.cuda, and what was seen of its use."""
+    """A stand-in for torch.cuda, and a record of its use."""
 
     def __init__(self, *, is_busy: bool) -> None:
-        """Begin with nothing launched. `is_busy`: vLLM's stream is behind with its work too."""
+        """Start with empty streams. `is_busy`: vLLM's stream is late with its work too."""
         self.compute = Stream(is_prompt=not is_busy)
         self._threads = threading.local()
         self.batches: list[int] = []
         """The number of copies of each call."""
 
     def current_stream(self, device: Any = None) -> Stream:
-        """As torch's."""
+        """Return the current stream of this thread."""
         current: Stream = getattr(self._threads, "stream", self.compute)
         return current
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        """As torch's."""
+        """Make `stream` the current one of this thread in the body."""
         before, self._threads.stream = self.current_stream(), stream
         try:
             yield
@@ -127,39 +126,39 @@ class Gpu:
             self._threads.stream = before
 
     def finish(self) -> None:
-        """Have vLLM's stream do all its work, as far as it waits for others theirs too."""
+        """Run all work of vLLM's stream, and the work of other streams that it waits for."""
         self.compute.run_to(self.compute.end)
 
     def copy_tensor(self, target: Tensor, source: Tensor) -> None:
-        """Launch a copy on the current stream. It keeps the memory of `source` no more than CUDA's
-        allocator does.
+        """Launch a copy on the current stream. As with CUDA's allocator, it does not keep the
+        memory of `source`.
         """
         stream, storage = self.current_stream(), source.untyped_storage()
         if stream in self._streams_of(storage):
-            # Whoever is given this memory next comes later in the same stream.
+            # The next owner of this memory uses it later in the same stream.
             stream.launch(partial(_REAL_COPY, target, source))
             return
         place = (source.storage_offset(), source.shape, source.stride())
         stream.launch(partial(_copy_from, weakref.ref(storage), source.dtype, place, target))
 
     def allocate_like(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As torch's `empty_like`: memory of the current stream's."""
+        """Allocate memory of the current stream, as torch's `empty_like` does."""
         result = _REAL_EMPTY_LIKE(*args, **kwargs)
         vars(result.untyped_storage())["streams"] = {self.current_stream()}
         return result
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
-        """As torch's: until `stream` has come to this, and to what it copies from now on."""
+        """Keep the memory of `tensor` for the work of `stream` so far, and its later copies."""
         self._streams_of(tensor.untyped_storage()).add(stream)
         stream.launch(partial(_keep, tensor))
 
     def _streams_of(self, storage: torch.UntypedStorage) -> set[Stream]:
-        """Those that memory waits for, when it was freed, before it is handed out again."""
+        """Return the streams that freed memory waits for before it is allocated again."""
         streams: set[Stream] = vars(storage).setdefault("streams", {self.compute})
         return streams
 
     def copy(self, sources: Any, targets: Any, sizes: Any) -> None:
-        """As the driver copies a batch: the addresses are read now, the bytes in stream order."""
+        """Copy a batch as the driver does: read the addresses now, the bytes in stream order."""
         self.batches.append(len(sizes))
         copies = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
 
@@ -177,7 +176,7 @@ _REAL_EMPTY_LIKE = torch.empty_like
 def _copy_from(
     freed: "weakref.ref[torch.UntypedStorage]", dtype: torch.dtype, place: Any, target: Tensor
 ) -> None:
-    """Copy what lies at `place` of that memory by now."""
+    """Copy the bytes that are at `place` of that memory now."""
     storage = freed()
     if storage is None:
         target.view(torch.uint8).fill_(_OF_OTHERS)
@@ -186,15 +185,15 @@ def _copy_from(
 
 
 def _keep(tensor: Tensor) -> None:
-    """Do nothing: until a stream comes to this, it holds the memory of `tensor`."""
+    """Do nothing: until a stream reaches this, it holds the memory of `tensor`."""
 
 
 def stand_in(monkeypatch: "pytest.MonkeyPatch", *, is_busy: bool = False) -> Gpu:
-    """Have this CPU be taken for a GPU until the test ends.
+    """Have this CPU stand in for a GPU until the test ends.
 
-    `is_busy`: what is launched on vLLM's stream waits like everything else. Operations of torch
-    that a test calls happen at once all the same, but for copies with `non_blocking`: it launches
-    those that are kernels of vLLM's.
+    `is_busy`: work on vLLM's stream waits too, like that of all other streams. Operations of torch
+    that a test calls still run at once, except copies with `non_blocking`: with these a test plays
+    vLLM's kernels.
     """
     gpu = Gpu(is_busy=is_busy)
     real_to = Tensor.to

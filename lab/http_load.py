@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client that costs little: it sends what it is given, and reads no more than it has to."""
+"""A client that costs little: it sends ready bytes, and parses no more than necessary."""
 
 import asyncio
 import time
@@ -13,21 +13,21 @@ Message = Sequence[bytes]
 
 
 class Reply(NamedTuple):
-    """An answer, and when it came, in seconds since the request was sent."""
+    """An answer, and its times of arrival, in seconds since the request was sent."""
 
     status: int
     """0: the connection broke off, or could not be made."""
     first_byte_s: float
     end_s: float
     body: bytes
-    """With the framing of its chunks, if it has any."""
+    """The body, including the framing of chunks."""
 
 
 LOST = Reply(0, 0.0, 0.0, b"")
 
 
 class Connection(asyncio.Protocol):
-    """One connection, for a request after the other. Belongs to the event loop's thread."""
+    """One connection, for one request after the other. Belongs to the event loop's thread."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -76,7 +76,7 @@ class Connection(asyncio.Protocol):
         return len(self._received) >= self._end
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Answer whoever waits that there is no answer."""
+        """Report to the waiting caller that there is no answer."""
         self.is_open = False
         self._finish(0)
 
@@ -90,12 +90,12 @@ class Connection(asyncio.Protocol):
                 self._begun.set()
 
     def close(self) -> None:
-        """Close the connection at once, whatever is not sent yet."""
+        """Close the connection at once, and drop unsent bytes."""
         self._transport.abort()
 
 
 def _end(head: bytes, body_from: int) -> int | None:
-    """Return where an answer ends, None if it is in chunks."""
+    """Return the length of an answer, None if its body is in chunks."""
     for line in head.lower().split(b"\r\n"):
         name, _, value = line.partition(b":")
         if name == b"content-length":
@@ -104,7 +104,7 @@ def _end(head: bytes, body_from: int) -> int | None:
 
 
 class Client:
-    """As many connections to one server as are needed at once."""
+    """Connections to one server, as many as are needed at once."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -144,7 +144,7 @@ Ask = Callable[[Message], Awaitable[Reply]]
 
 
 async def at_rate(ask: Ask, messages: Iterable[Message], per_s: float) -> list[Reply]:
-    """Send so many a second, whether they are answered or not; return all answers, in order."""
+    """Send `per_s` messages a second without waiting for answers; return all answers, in order."""
     loop = asyncio.get_running_loop()
     began_s, asked = loop.time(), []
     for number, message in enumerate(messages):
@@ -154,7 +154,7 @@ async def at_rate(ask: Ask, messages: Iterable[Message], per_s: float) -> list[R
 
 
 async def by_clients(ask: Ask, messages: Iterable[Message], num_clients: int) -> list[Reply]:
-    """Have clients send one after the other, so many at once; return all answers."""
+    """Have `num_clients` clients send one message after the other; return all answers."""
     left = iter(messages)
 
     async def client() -> list[Reply]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models that are made once and kept, for programs that do not want to load torch."""
+"""Small models that are made once and kept, for programs that avoid loading torch."""
 
 import hashlib
 import subprocess
@@ -25,6 +25,6 @@ def model(cache: Path, family: str = "qwen2.5-vl", seed: int = 0) -> Path:
         made = subprocess.run(
             [*command, f"--seed={seed}"], check=False, capture_output=True, text=True
         )
-        if made.returncode != 0 and not path.exists():  # it exists if another program was faster
+        if made.returncode != 0 and not path.exists():  # it exists if another program made it first
             raise RuntimeError(f"the model could not be made: {made.stderr.strip()}")
     return path

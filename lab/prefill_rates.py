@@ -37,7 +37,7 @@ from lab.throttled_store import Link, ThrottledStore
 
 BLOCK_TOKENS = 16
 CHUNK_BLOCKS = 16
-# Of Qwen3-8B: K and V of 36 layers with 8 heads of 128 numbers, 2 bytes each.
+# Qwen3-8B: K and V of 36 layers with 8 heads of 128 numbers, 2 bytes each.
 TOKEN_BYTES = 2 * 36 * 8 * 128 * 2
 _TIMEOUT_S = 10.0
 # After this the limits in flight have adapted to the store.
@@ -46,8 +46,8 @@ _BEGIN_S = 10.0
 
 @dataclass(frozen=True)
 class Load:
-    """What the engine computes: prompts of these lengths in turn, as fast as it can, for 10 s and
-    then for the `seconds` that count."""
+    """The load of the engine: prompts of these lengths in turn, computed as fast as possible, for
+    10 s and then for the `seconds` that are measured."""
 
     tokens_per_s: float
     prompt_tokens: Sequence[int]
@@ -58,16 +58,16 @@ class Load:
 
 @dataclass
 class Result:
-    """What became of the prompts."""
+    """The outcome for the prompts."""
 
     announced: list[int] = field(default_factory=list)
     """The number of tokens of each prompt that were announced, in the order of their ends."""
     num_whole: int = 0
-    """How many prompts were announced as a whole."""
+    """The number of prompts that were announced completely."""
     num_untrue: int = 0
-    """Prompts of which something was announced and not stored in the end."""
+    """The number of prompts of which a chunk was announced and never stored."""
     num_dropped: int = 0
-    """Chunks that were ordered, and for which the worker had no memory."""
+    """The number of ordered chunks for which the worker had no memory."""
     stored_bytes: int = 0
     seconds: float = 0.0
 
@@ -168,8 +168,8 @@ class _Run:
         return KVConnectorOutput(kv_connector_worker_meta=Report(lost, False, ended))
 
     def _finish(self, request: Request) -> None:
-        said = self._half.finished(request)
-        num_tokens = said["kvshare"]["num_tokens"] if said else 0
+        params = self._half.finished(request)
+        num_tokens = params["kvshare"]["num_tokens"] if params else 0
         if self._counts:
             self.result.announced.append(num_tokens)
             self.result.num_whole += num_tokens == request.num_prompt_tokens - 1
@@ -186,9 +186,9 @@ class _Run:
 
 
 def prefill(load: Load, link: Link, folder: Path) -> Result:
-    """Return what becomes of the KV that `load` computes, with a store behind `link`.
+    """Return the outcome for the KV that `load` computes, with a store behind `link`.
 
-    `folder`: for the host cache and for notes; nothing else is written.
+    `folder`: for the host cache and its notes; nothing else is written.
     """
     init_none_hash(sha256)
     config = KVConfig(
@@ -219,7 +219,7 @@ def prefill(load: Load, link: Link, folder: Path) -> Result:
 
 
 def _prompts(lengths: Sequence[int]) -> Iterator[Request]:
-    """Yield requests of P in a router's fleet: each prompt is new, and one token is sampled."""
+    """Yield requests as a router sends them to P: each prompt is new, and one token is sampled."""
     hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
     for number, num_tokens in zip(count(1), cycle(lengths)):
         yield Request(

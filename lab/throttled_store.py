@@ -22,7 +22,7 @@ class Link:
 class ThrottledStore:
     """Waits as long as a transfer over `link` would take, by the event loop's clock.
 
-    Each call is one connection; all have the same share of the bandwidth. The latency of a call is
+    Each call is one connection; all get equal shares of the bandwidth. The latency of a call is
     random, between half and one and a half times the mean, and the same in each run.
     """
 

@@ -57,7 +57,7 @@ class Environment:
 
     @property
     def python(self) -> Path:
-        """The interpreter of the environment."""
+        """Return the interpreter of the environment."""
         return self.folder / "bin" / "python"
 
     def set_up(self) -> None:
@@ -80,7 +80,7 @@ class Environment:
             stamp.write_text(wanted)
 
     def _fingerprint(self) -> str:
-        """What the environment depends on: if this is unchanged, so is the environment."""
+        """Return all that the environment depends on: if it is unchanged, so is the environment."""
         facts = hashlib.sha256(f"{sys.version} {self.requirements} {self.folder}".encode())
         files = [ROOT / "pyproject.toml", Path(__file__), MEND]
         for path in files + ([self.constraints] if self.constraints else []):
@@ -184,40 +184,40 @@ class Environment:
         if status != 0:
             with self.log.open("rb") as log_bytes:
                 log_bytes.seek(begins_at)
-                said = log_bytes.read().decode(errors="replace")
-            raise StepFailed(_explained(what, said))
+                output = log_bytes.read().decode(errors="replace")
+            raise StepFailed(_explained(what, output))
 
     def _imports(self, module: str) -> bool:
-        """Whether `module` can be imported in the environment; its error goes to the log."""
+        """Return whether the environment can import `module`; its error goes to the log."""
         with self.log.open("a") as log:
             command = [str(self.python), "-W", "ignore", "-c", f"import {module}"]
             return subprocess.run(command, stdout=log, stderr=log, check=False).returncode == 0
 
     def _has(self, module: str) -> bool:
-        """Whether `module` is there, importable or not."""
+        """Return whether `module` is installed, importable or not."""
         look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
         return subprocess.run([self.python, "-c", look], check=False).returncode == 0
 
 
-def _explained(what: str, said: str) -> str:
-    """Return one sentence with the fix for a step that failed and `said` this."""
-    if _NO_SPACE in said:
+def _explained(what: str, output: str) -> str:
+    """Return one sentence with the fix for a step that failed with this `output`."""
+    if _NO_SPACE in output:
         return (
             f"{what}: the disk is full; about {NEEDED_GB} GB are needed here, "
             "and some in the folder for temporary files (TMPDIR)"
         )
-    if "ensurepip is not" in said:
+    if "ensurepip is not" in output:
         return (
             f"{what}: this Python comes without venv; install it "
             "(on Debian and Ubuntu: apt install python3-venv)"
         )
-    if _NO_NETWORK.search(said):
+    if _NO_NETWORK.search(output):
         return (
             f"{what}: a package index cannot be reached; check the network, and pip's own "
             "settings for proxies, certificates and indexes (pip config list)"
         )
-    if missing := _NOT_FOUND.search(said):
+    if missing := _NOT_FOUND.search(output):
         here = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
-        fix = "; ECSHARE_TORCH_INDEX names another index of CPU builds" if TORCH in said else ""
+        fix = "; ECSHARE_TORCH_INDEX names another index of CPU builds" if TORCH in output else ""
         return f"{what}: no package index has {missing[1]} for {here}{fix}"
     return f"{what} failed"

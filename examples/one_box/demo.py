@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the split and compare it with one plain engine: what `make demo` runs.
+"""Run the split and compare it with one plain engine. Run by `make demo`.
 
     python -m examples.one_box.demo [--store folder|s3] [--model NAME_OR_FOLDER]
 
 Starts encode, prefill and decode engines and the router with `engine.sh`, and one plain engine
 beside them. Asks all the same questions, restarts the three on the same store, and asks again,
-and then something new about a picture of before. Until then the router is told to ask prefill each
+and then something new about an earlier picture. Until then the router is set to ask prefill each
 time. Last, a router with its defaults is asked what it has been asked already.
 
 Ends with status 1 if one token differs from the plain engine's, or a picture was encoded after
@@ -73,18 +73,18 @@ class Stage(Server):
         settings[f"{name.upper()}_PORT"] = str(self.port.number)
 
     def command(self) -> list[str]:
-        """The script of the example."""
+        """Return the command of the script."""
         return ["bash", str(HERE / "engine.sh"), self.name, *self._options]
 
     def environment(self) -> Mapping[str, str]:
-        """The script's settings; `python` is this one."""
+        """Return the script's settings; `python` is this interpreter."""
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         return {"PATH": path, "VLLM_NO_USAGE_STATS": "1", **self._settings}
 
 
 @dataclass(frozen=True)
 class Result:
-    """One question in one round, with how far the counters of each engine moved meanwhile."""
+    """One question in one round, with the growth of each engine's counters meanwhile."""
 
     question: str
     round: str
@@ -94,15 +94,15 @@ class Result:
     streamed: Answer
     moved: dict[str, dict[tuple[str, str], float]]
     num_loaded: int
-    """Pictures that P has loaded for both answers. Where D was first to answer, P tells of what it
-    did with its next step, which is for the second."""
+    """The number of pictures that P loaded for both answers. If D answered first, P reports a load
+    only with its next step, which is for the second answer."""
 
     def count(self, what: tuple[str, str], *engines: str) -> int:
-        """How much `what` grew on `engines` while the question was answered, not streamed."""
+        """Return the growth of `what` on `engines` during the answer that was not streamed."""
         return int(sum(self.moved[engine].get(what, 0) for engine in engines))
 
     def faults(self, reference: Answer) -> Iterator[str]:
-        """What is wrong with it, in words."""
+        """Yield each fault of the result, in words."""
         for how, answer in (("", self.answer), ("streamed, ", self.streamed)):
             if answer.token_ids != reference.token_ids:
                 yield f"{how}tokens {answer.token_ids}, plain engine {reference.token_ids}"
@@ -119,7 +119,7 @@ class Result:
 
 
 def bring_up(servers: Iterable[Server]) -> None:
-    """Start all beside each other, wait for all, and show that time passes."""
+    """Start all servers in parallel, wait for all, and show that time passes."""
     waiting = list(servers)
     for server in waiting:
         server.start()
@@ -139,7 +139,7 @@ def bring_up(servers: Iterable[Server]) -> None:
 
 @contextmanager
 def running(*servers: Server) -> Iterator[None]:
-    """Have `servers` up inside the block, and gone after it."""
+    """Run `servers` inside the block, and stop them after it."""
     with ExitStack() as stack:
         for server in servers:
             stack.callback(server.stop)
@@ -174,7 +174,7 @@ COLUMNS = (
 
 
 def show(results: list[Result], reference: dict[str, Answer]) -> None:
-    """Print the table, a question's cold and warm line under each other."""
+    """Print the table; the cold and the warm line of a question are adjacent."""
     rows: list[tuple[str, ...]] = [COLUMNS]
     for question in reference:
         rows += [row(each, reference[question]) for each in results if each.question == question]
@@ -193,7 +193,7 @@ def show(results: list[Result], reference: dict[str, Answer]) -> None:
 
 
 def row(result: Result, reference: Answer) -> tuple[str, ...]:
-    """One line of the table."""
+    """Return one line of the table."""
     times = (result.answer.stage_ms.get(stage) for stage in ENGINES)
     return (
         *(result.question, result.round),
@@ -211,7 +211,7 @@ def row(result: Result, reference: Answer) -> tuple[str, ...]:
 
 
 async def stored(options: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """Objects and bytes in the store, by kind."""
+    """Return the objects and bytes in the store, by kind."""
     store = open_store(StoreConfig(**options), "demo")
     try:
         found = {}
@@ -225,7 +225,7 @@ async def stored(options: dict[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 def run(model: str, options: dict[str, Any]) -> int:
-    """The whole demo over one store; the exit status."""
+    """Run the whole demo over one store; return the exit status."""
     # A host cache of our own, emptied with each restart: warm answers come from the store.
     settings = {
         "DEVICE": "cpu",  # where equal prompts give equal tokens, whatever DEVICE is outside

@@ -3,8 +3,8 @@
 
     [STORE=s3://bucket/prefix] [MODEL=...] python -m examples.s3.run
 
-Asks about a picture twice, shows which way the answers took and what lies in the bucket, and
-serves until Ctrl-C.
+Asks about a picture twice, shows the path of each answer and the objects in the bucket, and serves
+until Ctrl-C.
 """
 
 import asyncio
@@ -39,11 +39,11 @@ class Split(Server):
         self._ports = {f"{stage}_PORT": Port() for stage in ("ENCODE", "PREFILL", "DECODE")}
 
     def command(self) -> list[str]:
-        """See run.sh: its settings are environment variables."""
+        """Return the command of run.sh, whose settings are environment variables."""
         return ["bash", str(ONE_BOX / "run.sh")]
 
     def environment(self) -> Mapping[str, str]:
-        """Ports that are free, logs in one folder, and this Python as `python`."""
+        """Return free ports, one folder for logs, and this Python as `python`."""
         free = {name: str(port.number) for name, port in self._ports.items()}
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         return free | {"ROUTER_PORT": str(self.port.number), "LOGS": str(LOGS), "PATH": path}
@@ -51,7 +51,7 @@ class Split(Server):
 
 @contextmanager
 def bucket() -> Iterator[None]:
-    """Have STORE and what AWS clients read set in the environment: the user's, or a server's."""
+    """Set STORE and the variables of AWS clients in the environment: the user's, or a server's."""
     if os.environ.get("STORE"):
         yield
         return
@@ -66,7 +66,7 @@ def bucket() -> Iterator[None]:
 
 
 async def show_objects() -> None:
-    """Print how many objects of each kind lie in the bucket."""
+    """Print the number of objects of each kind in the bucket."""
     store = open_store(StoreConfig(url=os.environ["STORE"]), "STORE")
     try:
         for kind in Kind:
@@ -78,7 +78,7 @@ async def show_objects() -> None:
 
 
 def show_answers(url: str) -> None:
-    """Ask the same twice; the second time nothing is encoded, and decode alone is asked."""
+    """Ask the same twice; the second time nothing is encoded, and only decode is asked."""
     body = client.question("Describe this picture.", [client.picture(1)])
     for _ in range(2):
         answer = client.ask(url, body)

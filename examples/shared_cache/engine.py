@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One plain vLLM engine that shares what it computes; asks about a picture, says what was reused.
+"""Start one plain vLLM engine that shares what it computes, and report what it reuses.
 
     python engine.py MODEL OPTIONS QUESTION [QUESTION...]
 
@@ -50,7 +50,7 @@ def a_picture() -> Image.Image:
 
 
 def count(event: str) -> int:
-    """Return how many pictures this engine has `encoded` or `loaded` so far."""
+    """Return the number of pictures that this engine has `encoded` or `loaded` so far."""
     return sum(
         int(sample.value)
         for metric in REGISTRY.collect()

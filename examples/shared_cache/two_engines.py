@@ -36,7 +36,7 @@ class Engine:
         self._command = [sys.executable, str(ENGINE), model, json.dumps(options)]
 
     def ask(self, *questions: str) -> list[Report]:
-        """Start it, ask it, end it; print and return what it reports."""
+        """Start the engine, ask it, and end it; print and return its reports."""
         environment = os.environ | {"VLLM_LOGGING_STREAM": "ext://sys.stderr"}
         with self._log.open("a") as log:
             ended = subprocess.run(

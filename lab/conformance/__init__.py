@@ -2,7 +2,7 @@
 """A conformance kit for any encoder-cache connector of vLLM; needs no GPU, engine or network.
 
 It plays vLLM's own scheduler, and the calls of its V1 and V2 model runners, against a connector,
-with faults and hostile requests. Each rule says what an engine suffers where it is broken.
+with faults and hostile requests. Each rule states what a violation does to an engine.
 
     python -m lab.conformance --connector MODULE:CLASS --extra-config JSON
 

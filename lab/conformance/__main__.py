@@ -24,12 +24,12 @@ from lab.conformance.rules import RULES
 from lab.conformance.runner import ROLES, Verdict, play_all
 from lab.vllm_loop import RUNNERS
 
-# No check takes so long, unless a connector waits where not even Python can interrupt it.
+# A check takes longer only if a connector blocks where Python cannot interrupt it.
 _STUCK_S = 300.0
 
 
 def class_at(path: str) -> tuple[str, str]:
-    """Take MODULE:CLASS apart, and see that it is there."""
+    """Split MODULE:CLASS, and check that the class exists."""
     module, _, name = path.partition(":")
     try:
         getattr(importlib.import_module(module), name)
@@ -116,5 +116,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    logging.disable(logging.WARNING)  # what vLLM says of each engine would drown the results
+    logging.disable(logging.WARNING)  # vLLM's log of each engine would hide the results
     sys.exit(main())

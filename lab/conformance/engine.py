@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine with a connector under test: what goes wrong in it is a `Violation`."""
+"""One engine with a connector under test. Each failure in it becomes a `Violation`."""
 
 import json
 import time
@@ -29,7 +29,7 @@ _NUM_BLOCKS = 512
 
 @dataclass
 class Ticket:
-    """A request on its way, and its answer."""
+    """A request in flight, and its answer."""
 
     request_id: str
     pictures: tuple[Picture, ...]
@@ -39,17 +39,17 @@ class Ticket:
 
     @property
     def is_ok(self) -> bool:
-        """Whether it was answered."""
+        """Return whether the request was answered."""
         return self.reason in (FinishReason.STOP, FinishReason.LENGTH)
 
     @property
     def is_failed(self) -> bool:
-        """Whether it alone was failed, with an error that a client may retry."""
+        """Return whether the engine failed the request alone, with a retryable error."""
         return self.reason is FinishReason.ERROR
 
 
 class Engine(EngineLoop):
-    """An engine with a KV cache that nobody computes. Close it; `Place` does."""
+    """An engine with a KV cache that is never computed. The owner closes it; `Place` does."""
 
     def __init__(
         self,
@@ -76,16 +76,16 @@ class Engine(EngineLoop):
 
     @property
     def encoded(self) -> list[str]:
-        """Identifiers that were encoded here, in order."""
+        """Return the identifiers that this engine encoded, in order."""
         return self.runners[0].encoded
 
     @property
     def loaded(self) -> list[str]:
-        """Identifiers that the connector put into the encoder cache here, in order."""
+        """Return the identifiers that the connector loaded into the encoder cache, in order."""
         return self.runners[0].loaded
 
     def expected(self, request_id: str, feature: MultiModalFeatureSpec) -> Tensor:
-        """Return what an item's embedding must be."""
+        """Return the embedding that an item must have."""
         by_identifier = {
             (each.identifier, each.num_embeds): each.seed
             for each in self._tickets[request_id].pictures
@@ -120,21 +120,21 @@ class Engine(EngineLoop):
         return ticket
 
     def wait(self, *tickets: Ticket) -> None:
-        """Step until all are answered; a request that nobody answers is a `Violation`."""
+        """Step until all are answered; a request without an answer in time is a `Violation`."""
         deadline_s = time.monotonic() + self._patience_s
         while waiting := [each.request_id for each in tickets if each.reason is None]:
             if time.monotonic() > deadline_s:
-                said = f"no answer to {', '.join(waiting)} in {self._patience_s:.0f} s"
-                raise Violation(Effect.HANGS, said)
+                message = f"no answer to {', '.join(waiting)} in {self._patience_s:.0f} s"
+                raise Violation(Effect.HANGS, message)
             self.step()
 
     def idle(self) -> None:
-        """Step as long as vLLM would: finished requests, and what the connector still pushes."""
+        """Step as long as vLLM would: for finished requests and for pending work of connectors."""
         deadline_s = time.monotonic() + self._patience_s
         while self.has_work:
             if time.monotonic() > deadline_s:
-                said = f"{self.name} has no request and still wants to step"
-                raise Violation(Effect.HANGS, said)
+                message = f"{self.name} has no request and still wants to step"
+                raise Violation(Effect.HANGS, message)
             self.step()
 
     def leave(self, ticket: Ticket) -> None:
@@ -150,22 +150,22 @@ class Engine(EngineLoop):
     # --- steps ---
 
     def schedule(self) -> SchedulerOutput:
-        """As every engine, with a `Violation` if the scheduler dies."""
+        """Schedule a step, with a `Violation` if the scheduler dies."""
         with _dies("the scheduler died"):
             return super().schedule()
 
     def execute(self, output: SchedulerOutput) -> None:
-        """As every engine, with a `Violation` if a rank dies."""
+        """Execute a step, with a `Violation` if a rank dies."""
         with _dies("a worker died"):
             super().execute(output)
 
     def update(self) -> None:
-        """As every engine, with a `Violation` if the scheduler dies."""
+        """Process the oldest answer of a step, with a `Violation` if the scheduler dies."""
         with _dies("the scheduler died over a step's answer"):
             super().update()
 
     def received(self, outputs: EngineCoreOutputs) -> None:
-        """Note what the clients are told."""
+        """Record the answers that clients receive."""
         for each in outputs.outputs:
             ticket = self._tickets[each.request_id]
             ticket.tokens += each.new_token_ids
@@ -181,7 +181,7 @@ class Engine(EngineLoop):
 
 @contextmanager
 def _dies(where: str) -> Iterator[None]:
-    """Make every exception but those that say whose fault it is a dead engine."""
+    """Convert exceptions to `ENGINE_DIES`, except those that already name their cause."""
     try:
         yield
     except (Violation, HookFailed):
@@ -195,8 +195,8 @@ def _as_client_sees(params: Any) -> Any:
     try:
         return json.loads(json.dumps(params))
     except (TypeError, ValueError) as raised:
-        said = f"ec_transfer_params cannot be sent to a client: {raised}"
-        raise Violation(Effect.REQUEST_FAILS, said) from raised
+        message = f"ec_transfer_params cannot be sent to a client: {raised}"
+        raise Violation(Effect.REQUEST_FAILS, message) from raised
 
 
 def _cache_config(config: VllmConfig) -> KVCacheConfig:

@@ -24,12 +24,12 @@ from lab.conformance.pictures import picture
 from lab.conformance.rules import rule
 from lab.conformance.violations import Effect, Violation, require
 
-# A hook that is stuck on a pipe is let go after this long, and then counts as blocked.
+# A hook that blocks on a pipe is released after this time, and then counts as blocked.
 _STUCK_S = 3.0
 
 
 def must_end_alone(ticket: Ticket) -> None:
-    """An item that cannot be had fails its own request, with an error that may be retried."""
+    """Require that an unavailable item fails at most its own request, with a retryable error."""
     require(ticket.is_failed or ticket.is_ok, Effect.HANGS, f"{ticket.request_id}: {ticket.reason}")
 
 
@@ -143,13 +143,13 @@ def is_not_held_up_by_a_hanging_store(place: Place) -> None:
     for path in pipes:
         path.unlink()
         os.mkfifo(path)  # opening it for reading waits for a writer
-    with _letting_go(pipes):
+    with _blocked_readers(pipes):
         asked = decoder.submit(picture(1), params=encoded.params)
         other = decoder.submit(picture(2))
         try:
             decoder.wait(other, asked)
         finally:
-            _require_quick_hooks(decoder)  # first: what follows may come of letting go
+            _require_quick_hooks(decoder)  # first: later failures may result from the release
         must_answer(other)
         must_answer(asked)
 
@@ -158,15 +158,15 @@ def _require_quick_hooks(engine: Engine) -> None:
     logs = [engine.log, *(each.log for each in engine.runners)]
     for name, calls in ((name, calls) for log in logs for name, calls in log.calls.items()):
         if max(calls) >= _STUCK_S:
-            said = f"{name} waited {max(calls):.1f} s for the store"
-            raise Violation(Effect.EVERYONE_WAITS, said)
+            message = f"{name} waited {max(calls):.1f} s for the store"
+            raise Violation(Effect.EVERYONE_WAITS, message)
 
 
 @contextmanager
-def _letting_go(pipes: list[Path]) -> Iterator[None]:
-    """Keep readers of pipes waiting; free them after a while, and all of them at the end.
+def _blocked_readers(pipes: list[Path]) -> Iterator[None]:
+    """Block readers of pipes; release them every `_STUCK_S`, and all of them at the end.
 
-    A process of its own does it: a connector may wait in a library that holds Python's lock.
+    A separate process does this: a connector may wait in a library that holds Python's GIL.
     """
     command = [sys.executable, "-I", "-S", "-c", _RELEASE, str(_STUCK_S), *map(str, pipes)]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as releasing:
@@ -178,8 +178,8 @@ def _letting_go(pipes: list[Path]) -> Iterator[None]:
             releasing.wait()
 
 
-# Opens every pipe again and again, until its standard input ends: whoever waits for a writer
-# then finds an empty file.
+# Opens every pipe again and again, until its standard input ends: a reader that waits for a
+# writer then reads an empty file.
 _RELEASE = """
 import os, select, sys
 wait_s, paths = float(sys.argv[1]), sys.argv[2:]
@@ -190,5 +190,5 @@ while not is_over:
         try:
             os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
         except OSError:
-            pass  # nobody waits there
+            pass  # no reader waits
 """

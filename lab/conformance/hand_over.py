@@ -11,12 +11,12 @@ from lab.conformance.violations import Effect, NotApplicable, require
 
 
 def must_answer(ticket: Ticket) -> None:
-    """The request must have been answered."""
+    """Require that the request was answered."""
     require(ticket.is_ok, Effect.REQUEST_FAILS, f"{ticket.request_id} ended as {ticket.reason}")
 
 
 def hand_over(encoder: Engine, decoder: Engine, *pictures: Picture) -> Ticket:
-    """Encode on one engine, then answer on the other without pixels, as a router does it."""
+    """Encode on one engine, then answer on the other without pixels, as a router does."""
     encoded = encoder.ask(*pictures)
     must_answer(encoded)
     answered = decoder.ask(*(each.without_pixels() for each in pictures), params=encoded.params)
@@ -136,7 +136,7 @@ def saves_on_one_rank(place: Place) -> None:
     for number in range(2):
         engine = place.encoder(f"rank-{number}", ranks=2)
         ranks, known = engine.runners, set(place.files())
-        engine.runners = [ranks[number]]  # as if the others were slow
+        engine.runners = [ranks[number]]  # as if the other ranks were slow
         engine.ask(picture(number))
         engine.runners = ranks
         place.stop(engine)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a check plays: a folder of its own, engines with the connector under test, and faults."""
+"""The place of a check: its folder, its engines with the connector under test, and faults."""
 
 import shutil
 import tempfile
@@ -35,11 +35,11 @@ class Subject:
     extra_config: Mapping[str, Any]
     model: Path
     patience_s: float = 15.0
-    """How long a request may take before it counts as hanging."""
+    """A request that takes longer counts as hanging."""
 
 
 class Place:
-    """One playing of one check. Engines it started are closed with it."""
+    """One run of one check. It closes the engines that it started."""
 
     def __init__(self, subject: Subject, runner: RunnerName, roles: Roles) -> None:
         self.subject = subject
@@ -62,7 +62,7 @@ class Place:
                 if kind is None:
                     engine.close()
                 else:
-                    with suppress(Exception):  # the check has failed already, and says of what
+                    with suppress(Exception):  # the check has failed already, and reports why
                         engine.close()
         finally:
             self._scratch.cleanup()
@@ -130,10 +130,10 @@ class Place:
         config.parallel_config.tensor_parallel_size = ranks
         return config
 
-    # --- what lies in the shared folder ---
+    # --- files in the shared folder ---
 
     def files(self) -> dict[Path, tuple[int, int]]:
-        """Every file in the shared folder, with its size and time of change."""
+        """Return every file in the shared folder, with its size and time of modification."""
         found = {}
         for path in sorted(self.folder.rglob("*")):
             with suppress(FileNotFoundError):
@@ -143,41 +143,41 @@ class Place:
         return found
 
     def stored(self, engine: Engine, ticket: Ticket) -> list[Path]:
-        """Wait until what `engine` encoded for `ticket` can be had elsewhere; the files there are.
+        """Wait until another engine can load what `engine` encoded; return all files in the folder.
 
-        A witness on a host of its own loads it, as a router would have it do.
+        A witness on a host of its own loads the items of `ticket`, as behind a router.
         """
         witness = self.decoder(f"witness-{len(self._engines)}")
         pictures = [each.without_pixels() for each in ticket.pictures]
         loaded = witness.ask(*pictures, params=ticket.params)
-        said = f"another engine cannot load what {ticket.request_id} encoded"
-        require(loaded.is_ok, Effect.REQUEST_FAILS, said)
+        message = f"another engine cannot load what {ticket.request_id} encoded"
+        require(loaded.is_ok, Effect.REQUEST_FAILS, message)
         self.stop(witness)
         engine.idle()
         return list(self.files())
 
     def stored_files(self, engine: Engine, ticket: Ticket) -> list[Path]:
-        """Like `stored`, where files are needed.
+        """Return the files as `stored` does, at least one.
 
         Raises:
-            NotApplicable: there are none, so this connector keeps embeddings elsewhere.
+            NotApplicable: there are none, so this connector stores no embeddings in the folder.
         """
         found = self.stored(engine, ticket)
         if not found:
             raise NotApplicable("it has no files in {folder} that could be lost or damaged")
         return found
 
-    def note(self, said: str) -> None:
-        """Say something that the report repeats, whether the rule holds or not."""
-        self.notes.append(said)
+    def note(self, message: str) -> None:
+        """Add a note to the report, whether the rule holds or not."""
+        self.notes.append(message)
 
     def damage(self, paths: list[Path], fault: Callable[[Path], None]) -> None:
-        """Strike files as somebody else with access to the store could."""
+        """Damage files as another process with access to the store could."""
         for path in paths:
             fault(path)
 
     def outsiders(self) -> list[Path]:
-        """What was written outside of the folders that the connector was given."""
+        """Return what was written outside of the folders that the connector was given."""
         given = (self.folder, self.root / "hosts")
         return [
             path
@@ -199,7 +199,7 @@ def filled(value: Any, folders: Mapping[str, str]) -> Any:
     return value
 
 
-# --- faults: a new file takes the old one's place, so that other links to it keep their bytes ---
+# --- faults: a new file replaces the old one, so that other hard links keep their bytes ---
 
 
 def removed(path: Path) -> None:
@@ -208,18 +208,18 @@ def removed(path: Path) -> None:
 
 
 def emptied(path: Path) -> None:
-    """Leave nothing in the file, as a writer does that died early."""
+    """Leave the file empty, as a writer does that dies early."""
     _replace(path, b"")
 
 
 def cut_in_half(path: Path) -> None:
-    """Lose the second half of the file."""
+    """Remove the second half of the file."""
     body = path.read_bytes()
     _replace(path, body[: len(body) // 2])
 
 
 def with_a_bit_flipped(path: Path) -> None:
-    """Change one bit where the numbers are."""
+    """Flip one bit of the payload."""
     body = bytearray(path.read_bytes())
     if body:
         body[len(body) * 3 // 4] ^= 1
@@ -227,12 +227,12 @@ def with_a_bit_flipped(path: Path) -> None:
 
 
 def foreign(path: Path) -> None:
-    """Put something else entirely there."""
+    """Replace the file by other bytes."""
     _replace(path, b"not an embedding at all\n" * 1000)
 
 
 def a_folder(path: Path) -> None:
-    """Put a folder there."""
+    """Replace the file by a folder."""
     path.unlink()
     path.mkdir()
 

@@ -19,10 +19,10 @@ from lab.conformance.watch import auditing
 def spares_the_scheduler_thread(place: Place) -> None:
     """The scheduler's hooks do no I/O."""
     encoder, decoder = place.encoder(), place.decoder()
-    for number in (1, 2):  # what happens once, such as a first import, does not count
-        _all_there_is(encoder, decoder, number * 100)
+    for number in (1, 2):  # warms up: a first import, say, does not count
+        _use_everything(encoder, decoder, number * 100)
     with auditing():
-        _all_there_is(encoder, decoder, 300)
+        _use_everything(encoder, decoder, 300)
     for engine in (encoder, decoder):
         for hook, calls in sorted(engine.log.calls.items()):
             typical, worst = median(calls) * 1e6, max(calls) * 1e6
@@ -31,7 +31,7 @@ def spares_the_scheduler_thread(place: Place) -> None:
     require(not seen, Effect.EVERYONE_WAITS, f"on the scheduler thread: {', '.join(seen)}")
 
 
-def _all_there_is(encoder: Engine, decoder: Engine, seed: int) -> None:
+def _use_everything(encoder: Engine, decoder: Engine, seed: int) -> None:
     """Make engines save, load, encode and miss."""
     hand_over(encoder, decoder, picture(seed), picture(seed + 1))
     decoder.ask(picture(seed + 2))
@@ -70,7 +70,7 @@ def takes_two_readers_on_a_host(place: Place) -> None:
         each.submit(picture(1).without_pixels(), picture(2).without_pixels(), params=encoded.params)
         for each in readers
     ]
-    for _ in range(20):  # by turns
+    for _ in range(20):  # the two take turns
         for engine in readers:
             engine.step()
     for engine, each in zip(readers, asked, strict=True):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures whose embedding is known, requests that hold them, and the model that takes them.
 
-The types are vLLM's own. A picture's embedding follows from its seed: whoever loads it can be
-compared with it, bit for bit.
+The types are vLLM's own. A picture's embedding follows from its seed, so a loaded embedding can
+be compared with the expected one bit for bit.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,14 +45,14 @@ class Picture:
     has_pixels: bool = True
     modality: str = "image"
     is_strided: bool = False
-    """Whether the encoder makes a tensor of it that is not contiguous."""
+    """Whether the encoder returns a tensor that is not contiguous."""
 
     def without_pixels(self) -> "Picture":
-        """The item as a router sends it on: what the encoder reported of it, nothing to encode."""
+        """Return the item as a router forwards it: the encoder's metadata, nothing to encode."""
         return replace(self, has_pixels=False)
 
     def feature(self, offset: int) -> MultiModalFeatureSpec:
-        """vLLM's form of it, at token `offset` of a prompt."""
+        """Return the item in vLLM's form, at token `offset` of a prompt."""
         grid = torch.tensor([1, 2, 2 * self.num_embeds])
         fields = {_GRIDS[self.modality]: MultiModalFieldElem(data=grid, field=_FIELD)}
         if self.has_pixels:
@@ -73,13 +73,13 @@ def picture(seed: int, identifier: str | None = None, num_embeds: int = 16) -> P
 
 
 def embedding(seed: int, num_embeds: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Return what the encoder makes of a picture: [num_embeds, width]."""
+    """Return the embedding of a picture: [num_embeds, width]."""
     generator = torch.Generator().manual_seed(seed * 1000 + num_embeds)
     return torch.randn(num_embeds, width, generator=generator).to(dtype)
 
 
 class PictureModel(Model):
-    """Encodes pictures, and compares the embeddings that it is given."""
+    """Encodes pictures, and checks the embeddings that it is given."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class PictureModel(Model):
         rank: int,
         expected: Callable[[str, MultiModalFeatureSpec], Tensor],
     ) -> None:
-        """`expected`: returns what an item's embedding must be, for a request."""
+        """`expected`: returns the embedding that an item of a request must have."""
         super().__init__()
         self._config = config
         self._rank = rank
@@ -102,8 +102,8 @@ class PictureModel(Model):
         assert feature.data is not None
         pixels = feature.data.get_data().get(_PIXELS[feature.modality])
         if pixels is None:
-            said = f"item {feature.identifier[:40]!r} must be encoded and has no pixels"
-            raise Violation(Effect.ENGINE_DIES, said)
+            message = f"item {feature.identifier[:40]!r} must be encoded and has no pixels"
+            raise Violation(Effect.ENGINE_DIES, message)
         assert isinstance(pixels, Tensor)
         num_embeds, width = feature.mm_position.get_num_embeds(), self._config.get_hidden_size()
         assert isinstance(self._config.dtype, torch.dtype)
@@ -125,8 +125,8 @@ class PictureModel(Model):
         found = self.encoder_cache.get(feature.identifier)
         name = f"item {feature.identifier[:40]!r} on rank {self._rank}"
         if found is None:
-            said = f"encoder cache miss: {name} was neither loaded nor encoded"
-            raise Violation(Effect.ENGINE_DIES, said)
+            message = f"encoder cache miss: {name} was neither loaded nor encoded"
+            raise Violation(Effect.ENGINE_DIES, message)
         wanted = self._expected(request_id, feature)
         facts = [(tuple(each.shape), each.dtype) for each in (found, wanted)]
         require(

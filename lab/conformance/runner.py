@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plays checks against a connector, and tells what came of it."""
+"""Plays checks against a connector, and returns their results."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,7 @@ ROLES: tuple[Roles, ...] = ("apart", "both")
 
 
 class Verdict(Enum):
-    """How a rule fared."""
+    """The outcome of a check."""
 
     HOLDS = "holds"
     BROKEN = "broken"
@@ -31,7 +31,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one check with one runner and one distribution of roles."""
+    """The result of one check with one runner and one distribution of roles."""
 
     rule: Rule
     runner: RunnerName
@@ -67,7 +67,7 @@ def play_all(
     runners: Iterable[RunnerName] = RUNNERS,
     roles: Iterable[Roles] = ROLES,
 ) -> Iterator[Result]:
-    """Play checks, each with every runner and distribution of roles; results as they come."""
+    """Play checks, each with every runner and distribution of roles; yield each result at once."""
     scenes = [(runner, each) for runner in runners for each in roles]
     for name in names:
         for runner, each in scenes:

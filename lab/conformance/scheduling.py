@@ -43,7 +43,7 @@ def loads_again_after_preemption(place: Place) -> None:
     while len(asked.tokens) < 3 and asked.reason is None:
         decoder.step()
     decoder.preempt_all()
-    _forget_embeddings(decoder)
+    _clear_encoder_caches(decoder)
     decoder.wait(asked)
     must_answer(asked)
 
@@ -61,7 +61,7 @@ def lets_covered_items_be(place: Place) -> None:
     must_answer(decoder.ask(small.without_pixels(), params=encoded.params))
     for path in place.files():
         path.unlink()
-    _forget_embeddings(decoder)
+    _clear_encoder_caches(decoder)
     again = decoder.ask(small.without_pixels(), params=encoded.params)
     must_answer(again)
 
@@ -160,7 +160,7 @@ def consumers_write_nothing(place: Place) -> None:
     require(not written, Effect.NO_USE, f"a consumer wrote {[each.name for each in written]}")
 
 
-def _forget_embeddings(engine: Engine) -> None:
+def _clear_encoder_caches(engine: Engine) -> None:
     """Empty the encoder cache on both sides, as vLLM does after a weight update."""
     engine.scheduler.reset_encoder_cache()
     for runner in engine.runners:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a check says that a connector broke its rule, and what that does to an engine."""
+"""Exceptions for a broken rule, and the effects of one on an engine."""
 
 from enum import Enum
 
 
 class Effect(Enum):
-    """What a broken rule does to an engine; the worst effect first."""
+    """The effect of a broken rule on an engine; the worst comes first."""
 
     ENGINE_DIES = "the engine dies, for all its users"
     WRONG_ROWS = "wrong answers without an error"
@@ -29,7 +29,7 @@ class NotApplicable(Exception):
 
 
 def require(holds: object, effect: Effect, happened: str) -> None:
-    """Check `holds`; `happened` says what happened otherwise.
+    """Raise if `holds` is false; `happened` says what happened.
 
     Raises:
         Violation: `holds` is false.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which system calls a connector's hooks make.
+"""Record the system calls that a connector's hooks make.
 
-Python's audit events tell of every `open`, `mkdir`, `connect`... that Python code makes, by
-whatever library; `os.stat` has no event, so that is counted by name. Clients in C or Rust are not
-seen: the time a hook took is recorded too, for the reader to judge.
+Python's audit events report every `open`, `mkdir`, `connect`... of Python code, in any library.
+`os.stat` and its like have no event, so they are wrapped. Calls of clients in C or Rust are not
+seen: the time of each hook is recorded too, for the reader to judge.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _UNAUDITED = ("stat", "lstat", "access")
 
 
 class _Audited(threading.local):
-    """Whether this thread is."""
+    """Whether this thread is audited."""
 
     is_on: bool = False
 
@@ -33,14 +33,14 @@ _installed: list[bool] = []
 
 @contextlib.contextmanager
 def auditing() -> Iterator[None]:
-    """Note the system calls that hooks make on this thread."""
+    """Record the system calls that hooks make on this thread."""
     with _install_once:
         if not _installed:
-            sys.addaudithook(_on_event)  # cannot be taken away again
+            sys.addaudithook(_on_event)  # cannot be removed
             _installed.append(True)
     originals = {name: getattr(os, name) for name in _UNAUDITED}
     for name, original in originals.items():
-        setattr(os, name, _noted(f"os.{name}", original))
+        setattr(os, name, _recorded(f"os.{name}", original))
     _audited.is_on = True
     try:
         yield
@@ -50,7 +50,7 @@ def auditing() -> Iterator[None]:
             setattr(os, name, original)
 
 
-def _noted(event: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _recorded(event: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         _on_event(event, args)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proxies that delay, damage and drop what passes."""
+"""Proxies that delay, damage and drop traffic."""

@@ -22,12 +22,12 @@ class Head:
 
     @property
     def is_interim(self) -> bool:
-        """Whether it is an interim answer, such as 100 Continue."""
+        """Return whether it is an interim answer, such as 100 Continue."""
         return self.line[1].startswith("1")
 
     @property
     def ends_connection(self) -> bool:
-        """Whether the sender closes the connection after this message."""
+        """Return whether the sender closes the connection after this message."""
         return self.fields.get("connection", "").lower() == "close"
 
 
@@ -49,7 +49,7 @@ async def request_body(reader: StreamReader, head: Head) -> AsyncIterator[bytes]
     """Yield the body of the request `head`, piece by piece.
 
     Raises:
-        EOFError: it breaks off.
+        EOFError: the connection ended within the body.
     """
     if "transfer-encoding" in head.fields:
         pieces = _chunked(reader)
@@ -63,7 +63,7 @@ async def answer_body(reader: StreamReader, head: Head, method: str) -> AsyncIte
     """Yield the body of the answer `head` to a `method` request.
 
     Raises:
-        EOFError: it breaks off.
+        EOFError: the connection ended within the body.
     """
     if method == "HEAD" or head.line[1] in _NO_BODY:
         return

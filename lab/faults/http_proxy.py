@@ -63,12 +63,12 @@ class FaultProxy:
 
     @property
     def url(self) -> str:
-        """`http://host:port` of the proxy itself."""
+        """Return `http://host:port` of the proxy itself."""
         return f"http://{LOOPBACK}:{self._port.number}"
 
     @property
     def num_hits(self) -> int:
-        """How many requests a fault has affected so far, without refused connections."""
+        """Return the number of requests affected so far, without refused connections."""
         with self._counted:
             return self._num_hits
 
@@ -94,10 +94,10 @@ class FaultProxy:
 
     def heal(self) -> None:
         """Remove all faults, and let held-back messages continue."""
-        self._do(self._forget())
+        self._do(self._clear_rules())
 
     def disconnect(self) -> None:
-        """Reset all open connections, and drop what they hold back."""
+        """Reset all open connections, and drop the data that they hold back."""
         self._do(self._reset_all())
 
     def __enter__(self) -> Self:
@@ -132,9 +132,9 @@ class FaultProxy:
             self._server.close()
             await self._reset_all()
 
-    async def _forget(self) -> None:
+    async def _clear_rules(self) -> None:
         self._rules.clear()
-        self._healed.set()  # for requests that wait now
+        self._healed.set()  # for requests that are waiting
         self._healed = asyncio.Event()
         if not self._server.is_serving():
             await self._listen()
@@ -147,8 +147,8 @@ class FaultProxy:
         await asyncio.gather(*self._serving, return_exceptions=True)
 
     async def _stop(self) -> None:
-        # Before the server: asyncio forgets what a closed one has just accepted.
-        while len(asyncio.all_tasks()) > 1:  # one is this
+        # Before the server is closed: asyncio loses connections that a closed server just accepted.
+        while len(asyncio.all_tasks()) > 1:  # this task is one
             await self._reset_all()
             await asyncio.sleep(0)
         self._server.close()
@@ -230,7 +230,7 @@ class FaultProxy:
         self, head: Head, fault: Fault | None, reader: StreamReader, writer: StreamWriter
     ) -> None:
         async for piece in self._with_fault(request_body(reader, head), fault, "upload"):
-            # A server that stops reading says why in its answer, which the other task reads.
+            # A server that stops reading gives the reason in its answer. The other task reads that.
             with contextlib.suppress(ConnectionError):
                 writer.write(piece)
                 await writer.drain()

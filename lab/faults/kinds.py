@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a FaultProxy does to a request: one value for each way to fail."""
+"""The faults that a FaultProxy applies to requests."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -16,7 +16,7 @@ _CODES = {403: "AccessDenied", 404: "NoSuchKey", 500: "InternalError", 503: "Slo
 
 
 class FaultKind(Enum):
-    """What a fault does; see the constructors of `Fault`."""
+    """The kind of a fault; see the constructors of `Fault`."""
 
     REFUSE = auto()
     ANSWER = auto()
@@ -49,12 +49,12 @@ class Fault:
 
     @classmethod
     def answer(cls, status: int, code: str = "") -> Self:
-        """Answer with S3's error `code` (default: the usual one) without asking the server."""
+        """Answer with S3's error `code` (default: the usual one) without forwarding the request."""
         return cls(FaultKind.ANSWER, status=status, code=code or _CODES[status])
 
     @classmethod
     def slow(cls, seconds: float) -> Self:
-        """Forward the request, and delay the server's answer by so many seconds."""
+        """Forward the request, and delay the server's answer by `seconds`."""
         return cls(FaultKind.SLOW, seconds=seconds)
 
     @classmethod

@@ -5,11 +5,10 @@
         client = connect(proxy.url)                                # http://127.0.0.1:<its port>
         proxy.stall()                                              # a black hole from here on
 
-Each direction is delayed by half the round trip; any number of bytes may be on their way at once,
-so bandwidth is not limited, unless `bytes_per_s` says how fast each direction of each connection
-is: as object stores limit single connections. A new connection's first bytes wait for a round trip
-more, as the handshake would make them. While it is stalled, connections are accepted and bytes
-taken in, and nothing comes out; `resume` delivers them.
+Each direction is delayed by half the round trip. Any number of bytes may be in flight, so bandwidth
+is unlimited, unless `bytes_per_s` limits each direction of each connection, as object stores do.
+The first bytes of a new connection wait for one more round trip, as for a handshake. While the
+proxy is stalled, it accepts connections and reads bytes, but sends none; `resume` delivers them.
 
 `ProxyProcess` is the same in a process of its own, for measurements that must not share the
 interpreter with it; `python -m lab.faults.tcp_proxy HOST PORT ROUND_TRIP_S BYTES_PER_S` runs it.
@@ -38,7 +37,7 @@ class _Endpoint(asyncio.Protocol):
     transport: asyncio.Transport
 
     def __init__(self, proxy: "Proxy", other: "_Endpoint | None" = None) -> None:
-        """`other`: for the far end; the near one is its own until the far one is connected."""
+        """`other`: for a far end, the near one; that has itself until the far one is connected."""
         self.other = other or self
         self._proxy = proxy
         self._loop = asyncio.get_running_loop()
@@ -47,7 +46,7 @@ class _Endpoint(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._is_full = False
         self._has_ended = False
-        self._busy_until_s = 0.0  # its link carries what came before
+        self._busy_until_s = 0.0  # its link carries earlier data until then
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -86,7 +85,7 @@ class _Endpoint(asyncio.Protocol):
             self.other.transport.abort()  # otherwise it closes after its last bytes
 
     def deliver(self) -> None:
-        """Send what is due, and schedule the rest."""
+        """Send the data that is due, and schedule the rest."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -134,7 +133,7 @@ class Proxy:
 
     @property
     def url(self) -> str:
-        """`http://host:port` of the proxy itself."""
+        """Return `http://host:port` of the proxy itself."""
         return f"http://{LOOPBACK}:{self.port}"
 
     def seconds_of(self, num_bytes: int) -> float:
@@ -146,7 +145,7 @@ class Proxy:
         self._do(self._set_stalled, True)
 
     def resume(self) -> None:
-        """Forward what was held back, and all that follows."""
+        """Forward the data that was held back, and all that follows."""
         self._do(self._set_stalled, False)
 
     def __enter__(self) -> Self:
@@ -191,17 +190,18 @@ class Proxy:
                 lambda: _Endpoint(self, near), *self._target
             )
         except OSError:
-            near.transport.abort()  # nothing listens there
+            near.transport.abort()  # the target does not listen
             return
         near.other = far
         near.transport.resume_reading()
 
     async def _close(self) -> None:
-        """End all connections, those that are being accepted or opened, too.
+        """End all connections, including those that are being accepted or opened.
 
-        Before the server: asyncio forgets what a closed one has just accepted.
+        Call it before the server is closed: asyncio loses connections that a closed server just
+        accepted.
         """
-        while self.ends or len(asyncio.all_tasks()) > 1:  # one is this
+        while self.ends or len(asyncio.all_tasks()) > 1:  # this task is one
             for opening in self._opening:
                 opening.cancel()
             for end in tuple(self.ends):
@@ -221,7 +221,7 @@ class ProxyProcess:
 
     @property
     def url(self) -> str:
-        """`http://host:port` of the proxy itself."""
+        """Return `http://host:port` of the proxy itself."""
         return f"http://{LOOPBACK}:{self.port}"
 
     def stall(self) -> None:
@@ -229,7 +229,7 @@ class ProxyProcess:
         self._send_command("stall")
 
     def resume(self) -> None:
-        """Forward what was held back, and all that follows."""
+        """Forward the data that was held back, and all that follows."""
         self._send_command("resume")
 
     def __enter__(self) -> Self:

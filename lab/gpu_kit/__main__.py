@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m lab.gpu_kit`: check our code on this machine's GPU; what `make test-gpu` runs.
+"""`python -m lab.gpu_kit`: check our code on this machine's GPU. Run by `make test-gpu`.
 
-Exit status 0 if nothing failed, also without a GPU: then nothing is played, and one line says so.
-1 if a check failed, 2 if the command line is wrong or a package is missing.
+The exit status is 0 if nothing failed, 1 if a check failed, and 2 if the command line is wrong or
+a package is missing. Without a GPU it plays nothing, prints one line, and exits with 0.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _no_device(name: str) -> str:
-    """Return why there is no device `name` here; "" if there is one."""
+    """Return why device `name` cannot be used; "" if it can."""
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
     import torch
@@ -45,7 +45,7 @@ def _no_device(name: str) -> str:
 
 
 def _missing() -> str:
-    """Return what to do about packages that are not there; "" if all are."""
+    """Return how to install the missing packages; "" if none is missing."""
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if not missing:
         return ""
@@ -66,7 +66,7 @@ def _play(device_name: str, parts: Sequence[str], root: Path) -> int:
     vllm_names.provide()
     from lab.gpu_kit.kit import Bench, play
 
-    # The workers say that they cannot ask vLLM's attention layers, which are not there.
+    # Without vLLM the workers log that there are no attention layers to check.
     logging.getLogger("kvshare").setLevel(logging.ERROR)
     device = torch.device(device_name)
     if device.type == "cuda":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What CUDA's driver and runtime say of this process."""
+"""Facts about this process from CUDA's driver and runtime."""
 
 import ctypes
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ import torch
 
 
 def has_context(number: int) -> bool:
-    """Whether this process has a context on device `number`; asking makes none.
+    """Return whether this process has a context on device `number`, without creating one.
 
     Raises:
-        AssertionError: the driver does not say.
+        AssertionError: the driver does not answer.
     """
     driver = ctypes.CDLL("libcuda.so.1")
     flags, is_active = ctypes.c_uint(), ctypes.c_int()
@@ -23,7 +23,7 @@ def has_context(number: int) -> bool:
 
 
 class Pinned:
-    """The host memory that is pinned while this watches; what torch pins itself is not seen."""
+    """Records the host memory that is pinned meanwhile, except by torch's own allocator."""
 
     def __init__(self) -> None:
         self.parts: dict[int, int] = {}
@@ -32,12 +32,12 @@ class Pinned:
 
     @property
     def num_bytes(self) -> int:
-        """What is pinned now."""
+        """Return the number of bytes that are pinned now."""
         return sum(self.parts.values())
 
     @contextmanager
     def watching(self) -> Iterator["Pinned"]:
-        """Count what is pinned and unpinned in the body."""
+        """Count the memory that the body pins and unpins."""
         runtime: Any = torch.cuda.cudart()
         pin, unpin = runtime.cudaHostRegister, runtime.cudaHostUnregister
 

@@ -11,7 +11,7 @@ _SHAPE = (1000, 64)
 
 
 def embeddings_are_the_same_in_every_dtype(bench: Bench) -> None:
-    """Also views, of which the store has what they show."""
+    """A loaded embedding has the saved bytes. Of a view, the store has the elements it shows."""
     store = bench.folder()
     embeddings = {str(dtype): drawn(*_SHAPE, dtype, bench.device) for dtype in DTYPES}
     embeddings["a view"] = drawn(64, 1000, torch.bfloat16, bench.device).T
@@ -29,8 +29,8 @@ def embeddings_are_the_same_in_every_dtype(bench: Bench) -> None:
 
 
 def saves_of_embeddings_wait_for_nothing(bench: Bench) -> None:
-    """Neither the worker thread, nor vLLM's later kernels. What is stored is what the kernels
-    before the save write, which have not begun; the encoder cache may let go of it meanwhile.
+    """A save blocks neither the worker thread nor vLLM's later kernels. It stores what earlier
+    kernels write, although they have not begun; the encoder cache may release the tensor meanwhile.
     """
     store = bench.folder()
     computed = drawn(*_SHAPE, torch.bfloat16, bench.device)
@@ -51,8 +51,8 @@ def saves_of_embeddings_wait_for_nothing(bench: Bench) -> None:
 
 
 def loads_of_embeddings_wait_for_nothing(bench: Bench) -> None:
-    """And kernels that are launched after the hook find the embedding, also if the encoder cache
-    lets go of it and others are loaded before they have begun.
+    """Kernels that are launched after the hook read the embedding, even if the encoder cache
+    releases it and other loads are ordered before they begin.
     """
     names = [str(number) for number in range(4)]
     with EncoderHost(bench, bench.folder()) as host:
@@ -73,7 +73,7 @@ def loads_of_embeddings_wait_for_nothing(bench: Bench) -> None:
 
 
 def a_device_without_memory_costs_one_save(bench: Bench) -> None:
-    """To save a view the device makes a copy of it; the engine goes on without."""
+    """To save a view the device copies it; without memory for the copy, that save is dropped."""
     bench.needs_gpu()
     with EncoderHost(bench, bench.folder(), buffer_bytes=256 * MIB) as host:
         view = drawn(1024, 96 * 1024, torch.uint8, bench.device).T  # 96 MiB

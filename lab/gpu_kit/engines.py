@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks with real engines, where vLLM is installed: their answers are those of a plain engine.
 
-One check computes in 32 bits, and compares tokens. In the others engines are as users run them: in
-bfloat16 and, on a GPU, with CUDA graphs and the model runner that vLLM chooses. Rounding then
-depends on what is computed together, so answers are compared by how likely they are.
+One check computes in 32 bits, and compares tokens. The others run engines as users do: in bfloat16
+and, on a GPU, with CUDA graphs and the model runner that vLLM chooses. Rounding then depends on the
+batch, so they compare the log-probabilities of tokens.
 
-tests/engines/test_gpu_kit.py plays them with engines on a CPU.
+tests/engines/test_gpu_kit.py plays the checks with engines on a CPU.
 """
 
 import math
@@ -33,18 +33,19 @@ _ANSWER_TOKENS = 128
 _ON_A_GPU = ("--gpu-memory-utilization=0.2",)  # up to four share a device
 _AS_USERS = ("--dtype=bfloat16", *SMALL)
 MOST_APART = 0.25
-"""Of two logarithms of the probability of one token. On a CPU, where rounding does not depend on
-what is loaded, they are equal; one more letter in the prompt makes 0.5, another picture 0.9."""
+"""The largest difference between two log-probabilities of one token. On a CPU, where rounding does
+not depend on what is loaded, they are equal. One more letter in the prompt changes them by 0.5,
+another picture by 0.9."""
 _WITH_LOGPROBS = {"logprobs": True, "top_logprobs": 20, "return_tokens_as_token_ids": True}
 _RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # without effect on GPUs
 _STORY = "Tell me a story about the sea, the wind and the stars, and of an old stone house. "
 
 
 class Fleet:
-    """Engines of one check, with one store. They end with it."""
+    """Engines of one check, with one store. The fleet stops them at its end."""
 
     def __init__(self, bench: Bench, family: str, *, is_exact: bool = False, **sizes: int) -> None:
-        """Make the model of `family` (lab/models). `sizes`: of a Qwen2, where not the usual.
+        """Make the model of `family` (lab/models). `sizes`: of a Qwen2, instead of the defaults.
 
         `is_exact`: equal tokens are expected. Else engines are as users run them.
         """
@@ -67,8 +68,8 @@ class Fleet:
     ) -> EngineProcess:
         """Start an engine; call `_ready` afterwards. `kv`, `ec`: its roles.
 
-        Each is a host of its own: what it has of others comes by the store. It loads all that it
-        finds, which it would compute sooner; its other options are the defaults.
+        Each engine has a host cache of its own, so it gets other engines' objects from the store.
+        It loads all that it finds, though computing is faster here; other options have defaults.
         """
         own = {"host_cache_dir": str(self._root / f"{name}-host")}
         store = f"file://{self._root}/store"
@@ -81,8 +82,8 @@ class Fleet:
             name, self._model, self._root, given, environment, runner_of_vllm=self._bench.is_gpu
         ).start_in(self._stack)
         if self._bench.is_gpu:
-            # One after the other: vLLM measures how much memory it may take, and gives up if others
-            # take or free some meanwhile.
+            # One after the other: vLLM measures free memory at its start, and fails if others take
+            # or free some meanwhile.
             engine.wait_ready()
             self._bench.notes.append(f"{name}: model runner {'V2' if engine.runs_v2 else 'V1'}")
         return engine
@@ -100,7 +101,7 @@ class _Router(Server):
         self._urls = [f"--{stage}={server.base_url}" for stage, server in stages.items()]
 
     def command(self) -> Sequence[str]:
-        """See Server."""
+        """Return the program and its arguments."""
         port = f"--port={self.port.number}"
         return [sys.executable, "-m", "ecshare.router", port, *self._urls]
 
@@ -118,7 +119,7 @@ def stages_apart_answer_like_one_engine(bench: Bench) -> None:
 
 
 def stages_apart_as_users_run_them(bench: Bench) -> None:
-    """The same in bfloat16: as likely an answer, by what was loaded."""
+    """Encode, prefill and decode in bfloat16: the log-probabilities of tokens nearly agree."""
     with Fleet(bench, "qwen2.5-vl") as fleet:
         apart = [_distance(*answers) for answers in _asked_in_stages(fleet)]
     bench.notes.append(f"logarithms of probabilities differ by {max(apart):.3f} at most")
@@ -126,8 +127,8 @@ def stages_apart_as_users_run_them(bench: Bench) -> None:
 
 
 def _asked_in_stages(fleet: Fleet) -> Iterator[tuple[Answer, Answer]]:
-    """Yield answers of engines by stage, and those of a plain one: with nothing stored, and then
-    with all.
+    """Yield pairs of an answer of the stages and one of a plain engine: each first with nothing
+    stored, then with everything stored.
     """
     no_inputs = "--mm-processor-cache-gb=0"
     plain = fleet.start("plain")
@@ -150,7 +151,7 @@ def _asked_in_stages(fleet: Fleet) -> Iterator[tuple[Answer, Answer]]:
 
 
 def ranks_share_with_engines_of_another_size(bench: Bench) -> None:
-    """What two ranks have computed one rank and two other ranks load."""
+    """One rank, and two other ranks, load what two ranks have computed."""
     if bench.is_gpu and torch.cuda.device_count() < 2:
         raise Skipped("needs two GPUs")
     with Fleet(bench, "qwen2") as fleet:
@@ -159,7 +160,7 @@ def ranks_share_with_engines_of_another_size(bench: Bench) -> None:
         _ready(plain)
         expected = client.ask(plain.base_url, asked)
         for number, ranks in enumerate((2, 1, 2)):
-            # One after the other: an engine that stops has stored what it computed.
+            # One after the other: an engine stores what it computed before it stops.
             engine = fleet.start(f"engine-{number}", kv="both", ranks=ranks)
             _ready(engine)
             answer = client.ask(engine.base_url, asked)
@@ -194,7 +195,7 @@ def a_long_prompt_is_handed_over(bench: Bench) -> None:
 
 
 def steps_are_not_held_up_by_saves(bench: Bench) -> None:
-    """The gaps between tokens of one answer while other prompts come; noted, and not judged."""
+    """Note the gaps between tokens of one answer while other prompts arrive; judge none."""
     with Fleet(bench, "qwen2") as fleet:
         plain, saving = fleet.start("plain"), fleet.start("saving", kv="producer")
         _ready(plain, saving)
@@ -232,8 +233,8 @@ def _in_words(gaps_s: Sequence[float]) -> str:
 
 
 def _distance(found: Answer, expected: Answer) -> float:
-    """Return how far the logarithms of probabilities are apart, as far as the tokens are equal and
-    of the first one that is not. Infinite: one would not have chosen what the other has.
+    """Return the largest difference of log-probabilities up to the first token that differs,
+    inclusive. Infinite: a token that one chose is not among the likeliest of the other.
     """
     furthest = 0.0
     for number, tokens in enumerate(zip(found.token_ids, expected.token_ids, strict=True)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What checks share: where they are played, and how."""
+"""The parts that checks share: a bench to play on, results and waiting."""
 
 import shutil
 import tempfile
@@ -12,32 +12,32 @@ from pathlib import Path
 
 import torch
 
-# The device computes for so long beside the hooks that must not wait for it: about a second.
+# Keeps the device busy for about a second, beside hooks that must not wait for it.
 _BUSY_CYCLES = 2_000_000_000
 WITHIN_S = 60.0
 
 
 class Skipped(Exception):
-    """The check cannot be played here; the message says why."""
+    """The check cannot be played on this machine; the message says why."""
 
 
 @dataclass
 class Bench:
-    """Where checks are played. Ownership: the main thread."""
+    """The device and the folders of checks. Ownership: the main thread."""
 
     device: torch.device
     root: Path
     """A folder for stores and host caches."""
     notes: list[str] = field(default_factory=list)
-    """What a check has seen and does not judge."""
+    """Observations of a check that do not affect its verdict."""
 
     @property
     def is_gpu(self) -> bool:
-        """Whether this is a GPU, and no CPU that may be taken for one."""
+        """Return whether this is a real GPU, not a CPU that stands in for one."""
         return self.device.type == "cuda"
 
     def needs_gpu(self) -> None:
-        """Skip the check without one."""
+        """Skip the check without a GPU."""
         if not self.is_gpu:
             raise Skipped("needs a GPU")
 
@@ -56,27 +56,27 @@ class Bench:
             torch.cuda._sleep(_BUSY_CYCLES)
 
     def aside(self) -> AbstractContextManager[object]:
-        """Have the body launch on a stream of its own, as somebody else would."""
+        """Have the body launch on a stream of its own, as other users of the device do."""
         return torch.cuda.stream(torch.cuda.Stream(self.device)) if self.is_gpu else nullcontext()
 
     def finish(self) -> None:
-        """Block until the device has done all that was launched."""
+        """Block until the device has done all work that was launched."""
         if self.is_gpu:
             torch.cuda.synchronize(self.device)
 
     def rounds(self, *, unjudged: str = "") -> Iterator[AbstractContextManager[None]]:
-        """Yield two blocks for one body: in the first one the driver loads what it needs, which may
-        wait for the device; the second one is `without_waits`.
+        """Yield two contexts for one body: in the first the driver loads what it needs, which may
+        wait for the device; the second is `without_waits`.
         """
         yield nullcontext()
         yield self.without_waits(unjudged=unjudged)
 
     @contextmanager
     def without_waits(self, *, unjudged: str = "") -> Iterator[None]:
-        """Have the device compute meanwhile. The body must not wait for it, and fails if it does.
+        """Keep the device busy. The body must not wait for it, and fails if it does.
 
-        What the body launches runs when this is left, at the latest. On a CPU: just the body.
-        `unjudged`: why the driver may wait here; that is then noted.
+        All that the body launches has run at the end. On a CPU only the body runs. `unjudged`: a
+        reason why the driver may wait; a wait is then noted and does not fail.
         """
         if not self.is_gpu:
             yield
@@ -102,25 +102,25 @@ Check = Callable[[Bench], None]
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a check."""
+    """The result of a check."""
 
     name: str
     verdict: str
     """ok, skipped or FAILED."""
     said: str = ""
-    """Why; for a failure with the traceback."""
+    """The reason; the traceback of a failure."""
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
 
     def line(self) -> str:
-        """Return it as text for the terminal."""
+        """Return the result as text for the terminal."""
         reason = f": {self.said}" if self.said else ""
         notes = "".join(f"\n           {note}" for note in self.notes)
         return f"{self.verdict:<9}{self.name} ({self.seconds:.1f} s){reason}{notes}"
 
 
 def play(check: Check, bench: Bench) -> Result:
-    """Play one check. Whatever it raises is its result. If it fails, its folders stay."""
+    """Play one check. An exception becomes its result. If it fails, its folders stay."""
     bench.notes.clear()
     start_s = time.perf_counter()
     verdict, said = "ok", ""
@@ -137,10 +137,10 @@ def play(check: Check, bench: Bench) -> Result:
 
 
 def wait_until(is_so: Callable[[], bool], what: str) -> None:
-    """Return as soon as it is so.
+    """Return as soon as `is_so` returns True.
 
     Raises:
-        AssertionError: it is not within a minute; says `what`.
+        AssertionError: it does not within a minute; the message quotes `what`.
     """
     deadline_s = time.monotonic() + WITHIN_S
     while not is_so():

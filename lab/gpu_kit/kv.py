@@ -23,10 +23,10 @@ def _loaded(host: KVHost, block_ids: list[int], tp_size: int | None = None) -> N
 
 
 def _expected(source: Tensor, source_ids: list[int], target: Tensor, ids: list[int]) -> Tensor:
-    """Return the bytes of a cache that was empty, once `ids` of it were loaded."""
+    """Return the bytes of an empty cache after its blocks `ids` were loaded."""
     expected = torch.zeros_like(bits(target))
     expected[:, ids] = bits(source)[:, source_ids]
-    expected[:, ids[-1], :, _TAIL:] = 0  # bytes of nobody are not stored
+    expected[:, ids[-1], :, _TAIL:] = 0  # unused bytes of a block are not stored
     return expected
 
 
@@ -52,7 +52,7 @@ def kv_is_the_same_in_every_layout_and_dtype(bench: Bench) -> None:
 
 
 def heads_find_the_ranks_of_another_size(bench: Bench) -> None:
-    """What two ranks have saved one rank loads, in each layout."""
+    """One rank loads what two ranks have saved, in each layout."""
     half = replace(SMALL, heads=SMALL.heads // 2)
     for number, layout in enumerate(LAYOUTS):
         source = make_cache(SMALL, layout, torch.bfloat16, bench.device)
@@ -93,8 +93,8 @@ def kv_in_8_bits_changes_by_a_sixteenth_at_most(bench: Bench) -> None:
 
 
 def saves_of_kv_wait_for_nothing(bench: Bench) -> None:
-    """What is stored is what the kernels before the save write, which have not begun, and not what
-    those behind it write: blocks may be overwritten at once.
+    """A save stores what earlier kernels write, although they have not begun, and not what later
+    kernels write: blocks may be overwritten at once.
     """
     for layout in LAYOUTS:
         cache, refilled, *filled = (
@@ -113,7 +113,7 @@ def saves_of_kv_wait_for_nothing(bench: Bench) -> None:
                     host.end_step()
                     host.counts()
                 if number:
-                    bench.finish()  # as if the threads that store came late
+                    bench.finish()  # as if the threads that store were late
                 host.settle()
                 bench.finish()
         target = make_cache(SMALL, layout, torch.bfloat16, bench.device)
@@ -125,8 +125,8 @@ def saves_of_kv_wait_for_nothing(bench: Bench) -> None:
 
 
 def kernels_are_tried_on_the_device(bench: Bench) -> None:
-    """What the engine writes to a block is found where saves look for it, in each layout: engines
-    of all of them read each other's blocks. Nothing in the cache changes.
+    """Kernels write tokens to where saves read them, in each layout: engines with different layouts
+    read each other's blocks. Trying the kernels changes nothing in the cache.
     """
     for number, layout in enumerate(LAYOUTS):
         dtype, other = DTYPES[number % 3], LAYOUTS[number - 1]
@@ -145,7 +145,7 @@ def kernels_are_tried_on_the_device(bench: Bench) -> None:
 
 
 def kernels_that_write_elsewhere_share_nothing(bench: Bench) -> None:
-    """An engine whose blocks are not what is looked for must not store them."""
+    """An engine whose blocks have another layout than expected must not store them."""
     cache = make_cache(SMALL, "LBNHC", torch.bfloat16, bench.device)
     try:
         KVHost(bench, cache, bench.folder(), kernels=Kernels(misplaced=-1))
@@ -155,7 +155,7 @@ def kernels_that_write_elsewhere_share_nothing(bench: Bench) -> None:
 
 
 def loads_of_kv_wait_for_nothing(bench: Bench) -> None:
-    """But their copies come after what vLLM had launched when they were ordered."""
+    """Loads do not block, but their copies run after the kernels that vLLM launched before."""
     source = make_cache(SMALL, "LBHNC", torch.bfloat16, bench.device)
     fill(source, 1)
     ids, store, host_cache = list(range(8)), bench.folder(), bench.folder()
@@ -171,7 +171,7 @@ def loads_of_kv_wait_for_nothing(bench: Bench) -> None:
         for number, block in enumerate(bench.rounds()):
             bits(target).fill_(7)
             with block:
-                # Kernels of before still use the blocks; ours come behind them.
+                # Earlier kernels still use the blocks; our copies run after them.
                 bits(target).copy_(before, non_blocking=True)
                 reader.load(str(number), *pieces)
                 reader.wait_idle()
@@ -184,7 +184,7 @@ def loads_of_kv_wait_for_nothing(bench: Bench) -> None:
 
 
 def a_cache_that_sleeps_is_not_touched(bench: Bench) -> None:
-    """`unregister` returns when nothing is copied any more."""
+    """`unregister` returns only when no copy is in flight."""
     source = make_cache(SMALL, "LBHNC", torch.bfloat16, bench.device)
     fill(source, 1)
     before, store, ids = bits(source).clone(), bench.folder(), list(range(6))
@@ -194,7 +194,7 @@ def a_cache_that_sleeps_is_not_touched(bench: Bench) -> None:
         bench.keep_busy()
         host.save(*pieces)
         host.worker.unregister()
-        with bench.aside():  # whoever has the memory then knows nothing of vLLM's stream
+        with bench.aside():  # the next owner of the memory does not wait for vLLM's stream
             bits(source).zero_()
         bench.finish()
         host.settle()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV caches in vLLM's layouts, made without vLLM.
 
-A cache is shown as [layer, block, head, token, content], the order in which vLLM shows its layers
-too. A layout is the order of these axes in memory.
+A cache is viewed as [layer, block, head, token, content], the order in which vLLM views its layers.
+A layout is the order of these axes in memory.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch import Tensor
 
 SHOWN = "LBHNC"
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-"""The names that vLLM gives them; a test compares the two."""
+"""vLLM's names of the layouts; a test compares the two."""
 DTYPES = (
     torch.float32,
     torch.bfloat16,
@@ -25,7 +25,7 @@ DTYPES = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a cache; `content`: of K and V together, for one head and token."""
+    """The sizes of a cache; `content`: of K and V together, for one head and token."""
 
     layers: int
     blocks: int
@@ -35,13 +35,13 @@ class Sizes:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The cache as it is shown."""
+        """Return the shape of the view."""
         return (self.layers, self.blocks, self.heads, self.block_tokens, self.content)
 
 
 SMALL = Sizes(layers=3, blocks=12, heads=4)
 EIGHT_B = Sizes(layers=32, blocks=512, heads=8, content=256)
-"""Of Llama-3-8B: 8,192 tokens, 1 GiB in bfloat16."""
+"""The cache of Llama-3-8B for 8,192 tokens: 1 GiB in bfloat16."""
 
 
 def make_cache(sizes: Sizes, layout: str, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -54,12 +54,12 @@ def make_cache(sizes: Sizes, layout: str, dtype: torch.dtype, device: torch.devi
 
 
 def bits(cache: Tensor) -> Tensor:
-    """View a cache as bytes: 8-bit floats cannot be compared or filled everywhere."""
+    """View a cache as bytes: not every device can compare or fill 8-bit floats."""
     return cache.view(torch.uint8)
 
 
 def fill(cache: Tensor, seed: int) -> None:
-    """Write random bytes, other ones for each `seed`."""
+    """Write random bytes, different ones for each `seed`."""
     generator = torch.Generator(cache.device).manual_seed(seed)
     for layer in bits(cache):
         drawn = torch.empty(layer.shape, dtype=torch.uint8, device=cache.device)

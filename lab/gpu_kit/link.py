@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of the link between host and device our copies use; benchmarks.gpu and the kit tell."""
+"""Measure how much of the link between host and device our copies use, for benchmarks.gpu too."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -20,34 +20,34 @@ _LINK_BYTES = 256 * MIB
 _PICTURE = (1000, 3584)
 
 What = tuple[str, str]
-"""Which copies, and the direction."""
+"""The kind of copies, and their direction."""
 
 
 @dataclass
 class Moved:
-    """So many bytes in so many seconds."""
+    """A number of bytes that were copied, and the seconds that this took."""
 
     num_bytes: int
     seconds: float = 0.0
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Note how long the body takes."""
+        """Record the seconds that the body takes."""
         began_s = time.perf_counter()
         yield
         self.seconds = time.perf_counter() - began_s
 
     @property
     def rate(self) -> float:
-        """Bytes a second."""
+        """Return the bytes per second."""
         return self.num_bytes / self.seconds
 
 
 def copies(bench: Bench, sizes: Sizes) -> Mapping[What, Moved]:
     """Time copies in both directions, once: plain ones of pinned memory, and ours.
 
-    KV: of a cache of `sizes`, from the order until the blocks are copied; loads are read from the
-    host cache, and checked. Embeddings: `PICTURES` in a step, until the device is done.
+    KV: blocks of a cache of `sizes`, from the order until they are copied; loads read from the
+    host cache, and are verified. Embeddings: `PICTURES` in a step, until the device is done.
     """
     return {**_of_pinned_memory(bench), **_of_kv(bench, sizes), **_of_embeddings(bench)}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of memory: what is ours on the device, what is pinned, and on which devices we are."""
+"""Checks of memory: our part of the device's, pinned memory, and the devices that we use."""
 
 import subprocess
 import sys
@@ -58,7 +58,7 @@ def kv_takes_little_memory_of_the_device(bench: Bench) -> None:
 
 
 def loads_of_embeddings_use_memory_again(bench: Bench) -> None:
-    """What vLLM has let go of: their stream is not vLLM's, nor is its pool."""
+    """Loads reuse the memory that vLLM releases, although their stream has a pool of its own."""
     bench.needs_gpu()
     with EncoderHost(bench, bench.folder(), buffer_bytes=256 * MIB) as host:
         for number in range(8):
@@ -72,7 +72,7 @@ def loads_of_embeddings_use_memory_again(bench: Bench) -> None:
                 host.load(str((turn + number) % 8))
             used = [each.float().sum() for each in host.cache.values()]
             if turn % 4 == 3:
-                bench.finish()  # between these the device may be behind
+                bench.finish()  # between two of these the device may be late
             reserved.append(torch.cuda.memory_reserved(bench.device))
             del used
     early, most = max(reserved[:8]), max(reserved)
@@ -111,7 +111,7 @@ def pinned_memory_is_bounded(bench: Bench) -> None:
 
 
 def a_rank_is_on_its_own_device_alone(bench: Bench) -> None:
-    """Another device of the host is left alone by all threads of a rank: no context is made."""
+    """No thread of a rank creates a context on another device of the host."""
     bench.needs_gpu()
     others = [each for each in range(torch.cuda.device_count()) if each != bench.device.index]
     if not others:
@@ -120,7 +120,7 @@ def a_rank_is_on_its_own_device_alone(bench: Bench) -> None:
     assert not made, f"a context was made on devices {made}"
     if bench.device.index:
         return
-    # Threads begin on device 0: it is a rank on another one that would show.
+    # Threads begin on device 0, so only a rank on another device shows a mistake.
     command = [sys.executable, "-m", "lab.gpu_kit", "--device", "cuda:1"]
     only = ["kv", "embeddings", "memory"]
     ran = subprocess.run([*command, "--only", *only], capture_output=True, text=True, check=False)

@@ -20,7 +20,7 @@ def _reserved(staging: Staging, tensor: torch.Tensor) -> Slab:
 
 
 def slabs_hold_what_was_on_the_device(bench: Bench) -> None:
-    """Of any dtype, and with any strides."""
+    """Slabs hold tensors of any dtype, with any strides."""
     staging = Staging(bench.device, 4 * MIB)
     for dtype in DTYPES:
         whole = drawn(300, 64, dtype, bench.device)
@@ -35,7 +35,7 @@ def slabs_hold_what_was_on_the_device(bench: Bench) -> None:
 
 
 def copied_in_is_what_was_stored(bench: Bench) -> None:
-    """From memory that cannot be written, by way of slabs that come back, or without room."""
+    """Read-only memory is copied by way of reused slabs, or directly if they are too small."""
     for num_bytes in (4 * MIB, 4096):
         staging = Staging(bench.device, num_bytes)
         for dtype in DTYPES:
@@ -52,7 +52,7 @@ def copied_in_is_what_was_stored(bench: Bench) -> None:
 
 
 def slabs_are_pinned_and_unpinned(bench: Bench) -> None:
-    """All of them at start, and none once nobody uses them."""
+    """All slabs are pinned at the start, and none is once the last user has gone."""
     bench.needs_gpu()
     with Pinned().watching() as pinned:
         staging = Staging(bench.device, 3 * MIB)
@@ -62,11 +62,11 @@ def slabs_are_pinned_and_unpinned(bench: Bench) -> None:
         slab.release()
         del staging, slab
         gc.collect()
-        assert not pinned.num_bytes, "memory stays pinned that nobody uses"
+        assert not pinned.num_bytes, "unused memory stays pinned"
 
 
 def parts_of_an_arena_do_not_overlap(bench: Bench) -> None:
-    """Not after some came back, either."""
+    """Parts do not overlap, even after some were released."""
     arena = Arena(MIB, bench.device)
     first, second = arena.take(300_000), arena.take(300_000)
     assert first is not None
@@ -82,7 +82,7 @@ def parts_of_an_arena_do_not_overlap(bench: Bench) -> None:
 
 
 def a_copy_that_is_on_its_way_keeps_its_slab(bench: Bench) -> None:
-    """Whoever has the memory next does not find it overwritten."""
+    """A copy in flight does not overwrite the memory of the next owner."""
     staging = Staging(bench.device, PROLOGUE_BYTES + MIB)
     tensor = torch.ones(MIB // 4, device=bench.device)
     for _ in range(3):
@@ -98,7 +98,7 @@ def a_copy_that_is_on_its_way_keeps_its_slab(bench: Bench) -> None:
 
 
 def a_tensor_may_be_let_go_while_it_is_copied(bench: Bench) -> None:
-    """Its memory is not given to others before. The link is kept busy, so that the copy comes late:
+    """Its memory is not reused before the copy. The link is kept busy, so that the copy is late:
     later kernels do not wait for it.
     """
     staging = Staging(bench.device, 80 * MIB)

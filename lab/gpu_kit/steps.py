@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a step of 8,192 tokens of an 8B-class model: what it waits for, and what it costs.
+"""Checks of a step of 8,192 tokens of an 8B-class model: its waits and its costs.
 
-The figures are noted, and not judged.
+Figures are noted, and not judged.
 """
 
 import time
@@ -15,12 +15,12 @@ from lab.gpu_kit.layouts import EIGHT_B, make_cache
 from lab.gpu_kit.workers import MIB, KVHost, chunks, shuffled
 
 _LAYOUTS = ("LBHNC", "BHLNC")
-"""With the fewest copies of a block, and with the most."""
+"""The layouts with the fewest copies for each block, and with the most."""
 
 
 def large_saves_wait_for_nothing(bench: Bench) -> None:
-    """The driver takes all copies while the device works. Blocks lie in no order, so that each is
-    some copies of its own.
+    """The driver accepts all copies while the device works. Blocks are in random order, so that no
+    copy covers two of them.
     """
     sizes = EIGHT_B if bench.is_gpu else replace(EIGHT_B, layers=2, blocks=64)
     why_not = "" if vllm_names.has_vllm() else "without vLLM each copy is a call of its own"
@@ -48,7 +48,7 @@ def large_saves_wait_for_nothing(bench: Bench) -> None:
 
 
 def later_kernels_wait_for_saves(bench: Bench) -> None:
-    """For how long: blocks may be overwritten when the copies out of them are done."""
+    """Note for how long: blocks may be overwritten once they are copied."""
     bench.needs_gpu()
     for layout in _LAYOUTS:
         cache = make_cache(EIGHT_B, layout, torch.bfloat16, bench.device)
@@ -70,7 +70,7 @@ def _held_up_ms(bench: Bench, host: KVHost, ids: list[int], prompt: str) -> floa
     pieces = chunks(ids, link.CHUNK_BLOCKS, EIGHT_B.block_tokens, prompt=prompt)
     before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     bench.finish()
-    bench.keep_busy()  # until all is launched: the time of the hook is not in it
+    bench.keep_busy()  # until all is launched: the figure excludes the time of the hook
     before.record()
     host.save(*pieces)
     behind.record()
@@ -80,7 +80,7 @@ def _held_up_ms(bench: Bench, host: KVHost, ids: list[int], prompt: str) -> floa
 
 
 def copies_use_the_link(bench: Bench) -> None:
-    """How much of it, once; benchmarks.gpu takes the middle of several rounds."""
+    """Note their share of it, measured once; benchmarks.gpu takes the median of several rounds."""
     bench.needs_gpu()
     link.copies(bench, replace(EIGHT_B, blocks=link.CHUNK_BLOCKS))  # warms up
     found = link.copies(bench, EIGHT_B)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of vLLM that worker halves import, for machines without vLLM.
 
-The halves derive messages from vLLM's classes and compare types with them. For that, classes
-without content are enough. Nothing here is called.
+The halves derive messages from vLLM's classes and compare types with them. Empty classes are enough
+for that: nothing calls them.
 """
 
 import importlib.util
@@ -43,13 +43,13 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
 
 
 def has_vllm() -> bool:
-    """Whether vLLM is installed here."""
+    """Return whether vLLM is installed."""
     found = sys.modules.get("vllm") or importlib.util.find_spec("vllm")
     return getattr(found, "__version__", "") != "none" and found is not None
 
 
 def provide() -> None:
-    """Put these names where they are imported from, unless vLLM is installed."""
+    """Register modules with these names, unless vLLM is installed."""
     if has_vllm():
         return
     for path, names in _MODULES.items():

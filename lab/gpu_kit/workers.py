@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker halves of both connectors, each with a device, a store in a folder and a host cache.
 
-They are driven as vLLM drives them. `provide` of vllm_names must have been called before.
+They are driven as vLLM drives them. Call `provide` of vllm_names before.
 """
 
 import random
@@ -35,18 +35,18 @@ MIB = 1 << 20
 
 
 class CacheRefused(Exception):
-    """The worker half shares nothing of its cache."""
+    """The worker half refuses to share its cache."""
 
 
 class Kernels:
-    """Attention layers as far as a worker tries them: they write keys and values to their cache."""
+    """Attention layers for a worker to try: they write keys and values to their caches."""
 
     def __init__(self, *, misplaced: int = 0) -> None:
-        """`misplaced`: so many slots off the right one they write."""
+        """`misplaced`: the distance, in slots, from the right slot to the one written."""
         self._misplaced = misplaced
 
     def check(self, caches: Mapping[str, Tensor]) -> LayoutCheck:
-        """Return what a worker tries these layers with. `caches`: [block, head, token, content]."""
+        """Return a worker's check of these layers. `caches`: [block, head, token, content]."""
         layers = {name: self._layer(cache) for name, cache in caches.items()}
         return LayoutCheck(layers, next(iter(caches.values())).dtype, "the kit")
 
@@ -87,11 +87,11 @@ class KVHost:
         stored_dtype: Literal["auto", "fp8"] = "auto",
         kernels: Kernels | None = None,
     ) -> None:
-        """`cache`: [layer, block, head, token, content], of this rank's heads. `kernels`: what the
-        engine fills blocks with, which is tried; None: the engine has none that can be tried.
+        """`cache`: [layer, block, head, token, content], of this rank's heads. `kernels`: the
+        layers of the engine, which the worker tries; None: it has none to try.
 
         Raises:
-            CacheRefused: see there.
+            CacheRefused: the worker half refuses to share the cache.
         """
         self.cache = cache
         num_layers, num_blocks, num_heads, block_tokens, _ = cache.shape
@@ -129,7 +129,7 @@ class KVHost:
         self.worker.close()
 
     def save(self, *pieces: Piece) -> None:
-        """Order saves as after a forward pass."""
+        """Order saves as vLLM does after a forward pass."""
         self.worker.save(Orders(NAMESPACE, saves=pieces))
 
     def save_leaving(self, *pieces: Piece) -> None:
@@ -141,11 +141,11 @@ class KVHost:
         self.worker.load(Orders(NAMESPACE, loads=(LoadOrder(request_id, pieces),)))
 
     def wait_idle(self) -> None:
-        """End a step that computes nothing, while a load is under way."""
+        """End a step without tokens, while a load is in flight."""
         self.worker.wait_idle(Orders(NAMESPACE, is_idle=True))
 
     def end_step(self) -> Finished:
-        """Call what vLLM calls at the end of each step; return the loads that have ended."""
+        """Call the hooks of the end of a step; return the loads that have ended."""
         finished = self.worker.settle()
         self.worker.report()
         return finished
@@ -164,7 +164,7 @@ class KVHost:
         return total
 
     def counts(self) -> Mapping[str, float]:
-        """Return what was counted since the last call."""
+        """Return the counts since the last call."""
         stats = self.worker.take_stats()
         return stats.data if stats else {}
 
@@ -172,9 +172,9 @@ class KVHost:
 def chunks(
     block_ids: Sequence[int], size: int, block_tokens: int, *, tail: int = 0, prompt: str = ""
 ) -> list[Piece]:
-    """Return a chunk for each `size` of these blocks; of the last block `tail` tokens count.
+    """Return a chunk for each `size` of these blocks; the last block has `tail` tokens.
 
-    As many blocks of the same `prompt` make the same chunks, whatever their ids.
+    The same number of blocks of the same `prompt` gives the same chunks, whatever the ids.
     """
     pieces = []
     for first in range(0, len(block_ids), size):
@@ -188,7 +188,7 @@ def chunks(
 
 
 def shuffled(sizes: Sizes, count: int, seed: int) -> list[int]:
-    """Return `count` block ids in no order."""
+    """Return `count` block ids in random order."""
     return random.Random(seed).sample(range(sizes.blocks), count)
 
 
@@ -197,7 +197,7 @@ class EncoderHost:
 
     def __init__(self, bench: Bench, store: Path, *, buffer_bytes: int = 64 * MIB) -> None:
         role = SimpleNamespace(is_ec_producer=True, is_ec_consumer=True, engine_id="kit")
-        # What the half reads of a VllmConfig.
+        # The fields of a VllmConfig that the half reads.
         vllm_config: Any = SimpleNamespace(
             ec_transfer_config=role,
             device_config=SimpleNamespace(device=bench.device),
@@ -231,14 +231,14 @@ class EncoderHost:
         self.worker.settle()
 
     def counts(self) -> Mapping[str, float]:
-        """Return what was counted since the worker began."""
+        """Return the counts since the worker started."""
         report = self.worker.report()
         for totals in report.totals.values() if report else ():
             self._totals.update(totals)
         return self._totals
 
     def wait_for(self, event: str, count: int) -> None:
-        """Step until so many items had `event`: saved, dropped ..."""
+        """Step until `count` items had `event`: saved, dropped ..."""
 
         def is_so() -> bool:
             self.worker.settle()

@@ -9,7 +9,7 @@ answers with other tokens.
     python -m lab.models qwen2.5-vl DIR [--seed N]
 
 Each family adds a feature: `qwen2.5-vl` pictures of any size and videos, `qwen3-vl` embeddings
-wider than the language model (DeepStack), `llava` prompts that cannot be laid out without the
+wider than the language model (DeepStack), `llava` prompts whose placeholders depend on the
 pixels, `qwen2-audio` sound. `qwen2` is text-only, and so are `gemma3`, in which two of three layers
 have a sliding window, and `deepseek-v2`, whose attention is latent (MLA).
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text models that keep KV in other ways than for each token, head and layer alike."""
+"""Text models whose KV is not the same for each token, head and layer."""
 
 from pathlib import Path
 

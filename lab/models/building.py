@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all families are built of: a trained tokenizer, a chat template, drawn weights, files."""
+"""The parts of all families: a trained tokenizer, a chat template, drawn weights, files."""
 
 import math
 import tempfile

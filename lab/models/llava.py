@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLaVA: one size for all pictures; vLLM cannot lay out its prompt without the pixels."""
+"""LLaVA: one size for all pictures; vLLM cannot expand its placeholders without the pixels."""
 
 from pathlib import Path
 

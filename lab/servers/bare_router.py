@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A router that does next to nothing, as a process of its own, before engines that run here."""
+"""A router that does next to nothing, as a separate process, in front of local engines."""
 
 import sys
 from collections.abc import Sequence
@@ -19,5 +19,5 @@ class BareRouterProcess(Server):
         self._urls = [engine.base_url for engine in engines]
 
     def command(self) -> list[str]:
-        """As its docstring says."""
+        """Return the command line of the script."""
         return [sys.executable, str(_PROGRAM), str(self.port.number), *self._urls]

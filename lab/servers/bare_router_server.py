@@ -4,9 +4,9 @@
     python bare_router_server.py PORT ENCODE_URL PREFILL_URL DECODE_URL
 
 It asks the engines that ecshare's router would ask: encode for a picture that it has not seen,
-prefill for a prompt that it has not seen, then decode, both without the pixels. It does nothing
-else: it parses and checks nothing, counts nothing, tries nothing again, and forgets nothing. It
-runs on the same event loop and HTTP library. `bare_router.py` starts it.
+prefill for a prompt that it has not seen, then decode; the last two without the pixels. It does
+nothing else: it does not parse, check, count, retry or evict. It runs on the same event loop and
+HTTP library. `bare_router.py` starts it.
 """
 
 import argparse
@@ -28,14 +28,14 @@ class BareRouter:
     """Answers chat completions as lab/completions.py writes them."""
 
     def __init__(self, session: ClientSession, urls: list[str]) -> None:
-        """`urls`: of encode, prefill and decode."""
+        """`urls`: those of encode, prefill and decode."""
         self._session = session
         self._encode, self._prefill, self._decode = (url + CHAT for url in urls)
         self._encoded: set[bytes] = set()
         self._prefilled: set[bytes] = set()
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        """Ask each stage that has something to do, and pass on what decode answers."""
+        """Ask each stage that has work, and forward the answer of decode."""
         body = await request.read()
         prompt, mark = body, body.find(_PIXELS)
         if mark >= 0:

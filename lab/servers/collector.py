@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An OpenTelemetry collector that keeps what it gets, for tests of spans."""
+"""An OpenTelemetry collector that keeps the spans it receives, for tests."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,11 +16,11 @@ ENVIRONMENT = {
     "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
     "OTEL_BSP_SCHEDULE_DELAY": "100",  # ms
 }
-"""Has a process export its spans the way that this collector takes them, and soon."""
+"""The variables that make a process export its spans to this collector, and soon."""
 
 
 class CollectedSpan(NamedTuple):
-    """A span as a process has exported it."""
+    """A span as a process exported it."""
 
     service: str
     name: str
@@ -33,7 +33,7 @@ class CollectedSpan(NamedTuple):
 
 
 class Collector:
-    """Takes spans by OTLP over HTTP. Threads of the server add them; any thread may ask."""
+    """Receives spans by OTLP over HTTP. Threads of the server add them; any thread may read."""
 
     def __init__(self, port: int) -> None:
         self.endpoint = f"http://{LOOPBACK}:{port}/v1/traces"
@@ -54,7 +54,7 @@ class Collector:
                 self.end_headers()
 
             def log_message(self, *_: object) -> None:
-                """Say nothing."""
+                """Log nothing."""
 
         with ThreadingHTTPServer((LOOPBACK, 0), Handler) as server:
             collector = cls(server.server_port)
@@ -76,10 +76,10 @@ class Collector:
     def trace(
         self, trace_id: str, is_whole: Callable[[list[CollectedSpan]], bool]
     ) -> list[CollectedSpan]:
-        """Return the spans of a trace, once `is_whole` says so of them.
+        """Return the spans of a trace, once `is_whole` returns True for them.
 
         Raises:
-            AssertionError: it does not within a minute; tells what there is.
+            AssertionError: it does not within a minute; the message lists the spans so far.
         """
 
         def spans() -> list[CollectedSpan]:

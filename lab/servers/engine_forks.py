@@ -2,8 +2,8 @@
 """Engines that are forked from processes that have imported vLLM: for tests, which start many.
 
 An engine imports vLLM twice, in its API server and in its core: three quarters of the CPU time of
-its start. These are real processes all the same, which listen, log and end as those that users
-start; see `fork_server` for what differs.
+its start. Forked engines are still real processes, which listen, log and end like those that users
+start; see `fork_server` for the differences.
 """
 
 import os
@@ -45,38 +45,38 @@ in them."""
 class Forked:
     """The guard of a program that a fork server runs, as a `Guard`."""
 
-    def __init__(self, server: "ForkServer", lifeline: int, said: int) -> None:
-        """`lifeline`, `said`: our ends of the pipes that are described in `fork_server.ask`."""
+    def __init__(self, server: "ForkServer", lifeline: int, report: int) -> None:
+        """`lifeline`, `report`: our ends of the pipes that `fork_server.ask` describes."""
         self._server = server
         self._lifeline: int | None = lifeline
-        self._from_guard: int | None = said
-        self._said = b""
+        self._from_guard: int | None = report
+        self._received = b""
 
     @property
     def pid(self) -> int:
-        """As `Guard.pid`; waits until the fork server has forked it.
+        """Return the process id; wait until the fork server has forked the guard.
 
         Raises:
             ServerFailed: the fork server has ended.
         """
-        while not self._said and self._from_guard is not None:
-            self._hear()
-        if not self._said:
+        while not self._received and self._from_guard is not None:
+            self._receive()
+        if not self._received:
             raise self._server.failure("ended")
-        return int(self._said.split()[0])
+        return int(self._received.split()[0])
 
     def poll(self) -> int | None:
-        """As `Guard.poll`."""
+        """Return the status of the program; see `Guard.poll`."""
         self._wait(0)
         if self._from_guard is not None:
             return None
-        if not self._said:
+        if not self._received:
             raise self._server.failure("ended")
-        status = self._said.split()[1:]
+        status = self._received.split()[1:]
         return int(status[0]) if status else 128 + signal.SIGKILL  # the guard itself was killed
 
     def end(self, within_s: float) -> None:
-        """As `Guard.end`."""
+        """End the program and all its descendants; see `Guard.end`."""
         if self._lifeline is not None:
             os.close(self._lifeline)
             self._lifeline = None
@@ -85,27 +85,27 @@ class Forked:
             raise TimeoutError(f"a forked program still runs after {within_s:.0f} s")
 
     def _wait(self, within_s: float) -> None:
-        """Wait until the guard has closed its end, but not for longer than so."""
+        """Wait until the guard has closed its end, but no longer than `within_s`."""
         deadline_s = time.monotonic() + within_s
         while self._from_guard is not None:
             left_s = max(0.0, deadline_s - time.monotonic())
             if not select.select([self._from_guard], [], [], left_s)[0]:
                 return
-            self._hear()
+            self._receive()
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         assert self._from_guard is not None
-        heard = os.read(self._from_guard, 64)
-        self._said += heard
-        if not heard:
+        data = os.read(self._from_guard, 64)
+        self._received += data
+        if not data:
             os.close(self._from_guard)
             self._from_guard = None
 
 
 class ForkServer(Server):
-    """`fork_server.py`, with what it is to import, in an environment of which all is given.
+    """`fork_server.py`, with the modules to import and its complete environment.
 
-    When it ends, so do all programs that it has forked.
+    When it ends, all programs that it has forked end too.
     """
 
     def __init__(
@@ -117,28 +117,28 @@ class ForkServer(Server):
         self._control: socket.socket | None = None
 
     def run(self, request: Request, log: BinaryIO) -> Forked:
-        """Have a program forked once it has imported all. Returns at once.
+        """Have a program forked once the server has imported all modules. Returns at once.
 
-        It is started for the first program.
+        The first program starts the server.
 
         Raises:
-            ServerFailed: it was started and has ended.
+            ServerFailed: the server was started and has ended.
         """
         if self._control is None:
             self.start()
         assert self._control is not None
         lifeline, ours = os.pipe()
-        said, status = os.pipe()
+        report, status = os.pipe()
         try:
             ask(self._control, request, lifeline, log.fileno(), status)
         except BrokenPipeError:
             os.close(ours)
-            os.close(said)
+            os.close(report)
             raise self.failure("ended") from None
         finally:
             os.close(lifeline)
             os.close(status)
-        return Forked(self, ours, said)
+        return Forked(self, ours, report)
 
     def _launch(self, log: BinaryIO) -> Guard:
         self._control, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -155,17 +155,17 @@ class ForkServer(Server):
 
 
 class EngineForks:
-    """Fork servers of engines. Close them."""
+    """Fork servers of engines. The owner closes them."""
 
     def __init__(self, log_dir: str | Path, environments: Mapping[str, Mapping[str, str]]) -> None:
-        """`environments`: by name, what one of them has in its environment beside ours."""
+        """`environments`: by name of a server, the variables that it has in addition to ours."""
         self._servers = [
             ForkServer(f"forks-{name}", log_dir, IMPORTED, {**os.environ, **own})
             for name, own in environments.items()
         ]
 
     def start(self, engine: Request, log: BinaryIO) -> Forked | None:
-        """Start an engine and return at once. None: it needs an environment that none has.
+        """Start an engine and return at once. None: no server has the environment that it needs.
 
         Raises:
             ServerFailed: the fork server was started and has ended.
@@ -176,12 +176,12 @@ class EngineForks:
         return None
 
     def close(self) -> None:
-        """End them, and with them all engines that they have forked."""
+        """End the servers, and with them all engines that they have forked."""
         for server in self._servers:
             server.stop()
 
 
 def _alike(some: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """Whether two environments differ in nothing that is read while vLLM is imported."""
+    """Return whether two environments agree in all that is read while vLLM is imported."""
     names = (some.keys() | other.keys()) - LATE
     return all(some.get(name) == other.get(name) for name in names)

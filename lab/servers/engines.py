@@ -19,17 +19,17 @@ from lab.servers.fork_server import Request
 from lab.servers.processes import LOOPBACK, Guard, Server
 
 ModelRunner = Literal["v1", "v2"]
-"""vLLM's: V1 is that of CPU engines, V2 that of most GPU engines."""
+"""vLLM's model runners: CPU engines have V1, most GPU engines V2."""
 
 MODULE = "vllm.entrypoints.openai.api_server"
-# Has an engine stay small. Later arguments take precedence.
+# Limits the memory of an engine. Later arguments take precedence.
 SMALL = (
     "--max-model-len=4096",
     "--max-num-seqs=8",
     '--limit-mm-per-prompt={"image": 4, "video": 0}',
     "--skip-mm-profiling",
 )
-# Has it start fast too, and give the same tokens whatever it computes beside them.
+# Also makes it start fast, and return the same tokens whatever else is in the batch.
 SMALL_ENGINE = (
     "--dtype=float32",  # greedy tokens are compared exactly: no rounding that depends on batching
     "--enforce-eager",
@@ -37,12 +37,12 @@ SMALL_ENGINE = (
 )
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
-    # One thread for each engine, on any core. By default an engine pins one to every core, and
-    # engines on one machine then wait up to a second for a thread that is not scheduled.
+    # One thread for each engine, on any core. By default an engine pins one thread to every core,
+    # and engines on one machine then wait up to a second for a thread that is not scheduled.
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # A single rank runs in the process of its scheduler, as on a GPU. On a CPU vLLM gives it a
-    # process of its own, and of the two the one that waits for the other keeps a core busy.
+    # process of its own, and of the two, the waiting process then spins on a core.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -51,7 +51,7 @@ ENVIRONMENT = {
 }
 ON_V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 RANK_APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-"""Has a single rank run in a process of its own, which vLLM can bind to cores."""
+"""The variables that give a single rank its own process, which vLLM can bind to cores."""
 
 
 class EngineProcess(Server):
@@ -59,7 +59,7 @@ class EngineProcess(Server):
 
     `arguments` are those of vLLM's command line; with connectors, for example, they are
     `(*SMALL_ENGINE, ec_argument("producer", url))`. With `ON_V2` in its `environment` it runs the
-    V2 model runner; see `lab.v2_runner`. An engine that then runs another one fails to start.
+    V2 model runner; see `lab.v2_runner`. An engine that runs another one counts as failed.
     """
 
     grace_s = 15.0
@@ -77,9 +77,9 @@ class EngineProcess(Server):
         runner_of_vllm: bool = False,
         forks: EngineForks | None = None,
     ) -> None:
-        """`python`: the interpreter, of another release of vLLM say. `runner_of_vllm`: vLLM chooses
-        the model runner, as for its users. `forks`: from one of these it is forked, in a sixth of
-        the time, if they have one of its interpreter and its environment; else it starts as users
+        """`python`: the interpreter, for example of another release of vLLM. `runner_of_vllm`: vLLM
+        chooses the model runner, as for its users. `forks`: servers that fork the engine, in a
+        sixth of the time, if one has its interpreter and environment; otherwise it starts as users
         start theirs.
         """
         super().__init__(name, log_dir)
@@ -93,19 +93,19 @@ class EngineProcess(Server):
         self._sockets: tempfile.TemporaryDirectory[str] | None = None
 
     def command(self) -> list[str]:
-        """`python -m vllm...`: the CPU build's `vllm` program lacks its own metadata."""
+        """Return `python -m vllm...`: the CPU build's `vllm` program lacks its own metadata."""
         return [self._python, "-m", MODULE, *self._all_arguments()]
 
     def _all_arguments(self) -> list[str]:
         return [
             *(f"--model={self.model}", f"--host={LOOPBACK}", f"--port={self.port.number}"),
-            "--enable-prompt-tokens-details",  # answers tell how much of a prompt was cached
+            "--enable-prompt-tokens-details",  # answers report how much of a prompt was cached
             *self._arguments,
         ]
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables to set for vLLM."""
-        # vLLM does not remove the sockets between its processes: they get a folder that we remove.
+        # vLLM does not remove the sockets between its processes, so we give it a folder to remove.
         sockets = {} if self._sockets is None else {"VLLM_RPC_BASE_PATH": self._sockets.name}
         own = {**ENVIRONMENT, **sockets, **self._environment}
         if not self._chooses_runner:
@@ -113,7 +113,7 @@ class EngineProcess(Server):
         return own | v2_runner.environment({**os.environ, **own}) if asks_for_v2(own) else own
 
     def start(self) -> None:
-        """Start it and return at once. Its output is appended to `log_path`."""
+        """Start the engine and return at once. Its output is appended to `log_path`."""
         self._sockets = tempfile.TemporaryDirectory(prefix="ecshare-")
         self._log_begins = self.log_path.stat().st_size if self.log_path.exists() else 0
         super().start()
@@ -127,7 +127,7 @@ class EngineProcess(Server):
         return super()._launch(log) if forked is None else forked
 
     def is_ready(self) -> bool:
-        """Whether it is ready.
+        """Return whether the engine is ready.
 
         Raises:
             ServerFailed: it ended, took too long, or runs another model runner than asked for.
@@ -140,7 +140,7 @@ class EngineProcess(Server):
 
     @property
     def runs_v2(self) -> bool:
-        """Whether it has said that it runs the V2 model runner."""
+        """Return whether the log says that the engine runs the V2 model runner."""
         log = self.log_path.read_bytes()[self._log_begins :]
         return v2_runner.LOGGED.encode() in log
 
@@ -152,13 +152,13 @@ class EngineProcess(Server):
 
 
 def engine_forks(log_dir: str | Path) -> EngineForks:
-    """Return what forks engines of each model runner, in an environment that is else ours."""
+    """Return fork servers for engines of each model runner, otherwise with our environment."""
     on_v2 = {**ENVIRONMENT, **ON_V2, **v2_runner.environment(os.environ)}
     return EngineForks(log_dir, {"v1": ENVIRONMENT, "v2": on_v2})
 
 
 def asks_for_v2(environment: Mapping[str, str]) -> bool:
-    """Whether an engine in this environment is to run the V2 model runner."""
+    """Return whether an engine in this environment is to run the V2 model runner."""
     return ON_V2.items() <= environment.items()
 
 
@@ -174,7 +174,7 @@ def ec_argument(role: str, url: str, **options: Any) -> str:
 def kv_argument(role: str, url: str, **options: Any) -> str:
     """Return the option that loads KVShareConnector; arguments as for `ec_argument`.
 
-    Unless `options` say otherwise it loads what it finds: these models are computed in no time.
+    Unless `options` say otherwise, it always loads: computing takes these models no time.
     """
     extra = {"url": url, "load": "always", **options}
     return _transfer_argument("kv", role, "KVShareConnector", extra)

@@ -24,5 +24,5 @@ class ExampleProxy(Server):
         self._command = [sys.executable, str(script), f"--host={LOOPBACK}", *urls]
 
     def command(self) -> list[str]:
-        """The script as its README runs it."""
+        """Return the command line of the script's README."""
         return [*self._command, f"--port={self.port.number}"]

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that has imported what a program needs, and forks one that runs it for each request.
+"""A process that has imported what programs need, and forks a process to run each program.
 
     python -m lab.servers.fork_server CONTROL_FD MODULE...
 
-It imports each MODULE and serves requests that come over the socket CONTROL_FD, until its end of
-file. For each it forks a guard, which does for one program what `reaper.py` does: the guard forks
-the program, and nothing of it outlives the guard or its starter. The program runs as
-`python -m` would run it, in a session, an environment and with output of its own. What differs is
-what it has inherited: modules that are imported already, and Python's seed of hashes.
+It imports each MODULE and serves requests from the socket CONTROL_FD until end of file. For each
+request it forks a guard, which does for one program what `reaper.py` does: the guard forks the
+program, and no process of the program outlives the guard or its starter. The program runs as
+`python -m` would run it, with its own session, environment and output. It differs in what it
+inherits: imported modules, and Python's hash seed.
 
-Programs start further processes by multiprocessing's "spawn", vLLM its engine core and workers for
-example. For these every program has spare processes, forked before it has done anything. They are
-its children, as those would be that it spawned, and run what it would have those run. Once there
-is none left, it spawns as usual.
+Programs start further processes by multiprocessing's "spawn": vLLM, for example, its engine core
+and workers. For these every program has spare processes, forked before it does anything else. A
+spare is a child of the program, as a spawned process would be, and runs what the program spawns.
+Once no spare is left, the program spawns as usual.
 
 Nothing is ever forked from a process with more than one thread.
 """
@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 from lab.servers import reaper
 
 SPARES = (1, 2)
-"""Of a program: vLLM's engine core. Of each of these: as many ranks as tests have in an engine."""
+"""The numbers of spares: of a program, for vLLM's engine core; of each of these, for its ranks."""
 
 _MOST_BYTES = 1 << 20  # of a message
 _MOST_FDS = 16
@@ -42,28 +42,28 @@ _SPAWNED = "--multiprocessing-fork"
 
 
 class Request(NamedTuple):
-    """A program to run. With it come three file descriptors, named in `ask`."""
+    """A program to run. Three file descriptors are sent with it; see `ask`."""
 
     module: str
     arguments: list[str]
     environment: dict[str, str]
-    """All that is in it."""
+    """The complete environment."""
     grace_s: float
-    """To end in an orderly way before it is killed."""
+    """The time to end in an orderly way before it is killed."""
 
 
 def ask(control: socket.socket, request: Request, lifeline: int, log: int, status: int) -> None:
     """Have the process at the other end of `control` fork a program. Returns at once.
 
-    It ends at end of file on `lifeline` and writes its output to `log`. To `status` its guard
-    writes its own process id and, once the program and all its descendants are gone, the status
-    of the program: a line each. It then closes it, as does its death.
+    The program ends at end of file on `lifeline` and writes its output to `log`. Its guard writes
+    two lines to `status`: the guard's process id and, once the program and all its descendants
+    are gone, the status of the program. Then `status` is closed, also if the guard dies.
     """
     socket.send_fds(control, [json.dumps(request).encode()], [lifeline, log, status])
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Import and serve. Returns in each process at its end."""
+    """Import modules and serve requests. Returns in each process at its end."""
     control, *modules = arguments
     before = dict(os.environ)
     for module in modules:
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def serve(control: socket.socket, before: Mapping[str, str]) -> None:
     """Fork for each request until end of file. `before`: the environment of the imports."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries ended guards
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps ended guards
     while True:
         message, fds, _, _ = socket.recv_fds(control, _MOST_BYTES, _MOST_FDS)
         if not message:
@@ -117,13 +117,13 @@ def run_guarded(
     if program != 0:
         ended = reaper.guard(program, lifeline, request.grace_s)
         os.write(status, b"%d\n" % ended)
-        os._exit(0)  # what the imports want done at exit is the program's
+        os._exit(0)  # exit handlers of the imports belong to the program
     os.close(lifeline)
     os.close(status)
     reaper.prctl(reaper.PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
     change_environment(before, request.environment)
-    forget_random_state()
+    reseed_random_state()
     sys.argv[1:] = request.arguments
     sys.modules.pop(request.module, None)  # it runs as `__main__`
     keep_spares(SPARES)
@@ -131,22 +131,22 @@ def run_guarded(
 
 
 def change_environment(before: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    """Make of an environment that was `before` the imports `wanted`; what they changed stays."""
+    """Turn the environment `before` the imports into `wanted`; keep what the imports changed."""
     for name in before.keys() - wanted.keys():
         os.environ.pop(name, None)
     os.environ.update({name: value for name, value in wanted.items() if before.get(name) != value})
 
 
-def forget_random_state() -> None:
-    """Seed what is seeded at import and, unlike Python's `random`, not by a fork."""
+def reseed_random_state() -> None:
+    """Seed again what is seeded at import and, unlike Python's `random`, not by a fork."""
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
 
 
 def keep_spares(numbers: Sequence[int]) -> None:
-    """Fork `numbers[0]` processes, each of which becomes one that this process spawns.
+    """Fork `numbers[0]` spare processes; each becomes a process that this one spawns.
 
-    The rest of `numbers` says the same for these.
+    The rest of `numbers` is for the spares of these.
     """
     if not numbers:
         return
@@ -165,7 +165,7 @@ def keep_spares(numbers: Sequence[int]) -> None:
 
 
 def _spawn_by(spares: list[tuple[int, socket.socket]], usual: Callable[..., int]) -> Any:
-    """Return what is called for the program, arguments and descriptors of a process."""
+    """Return a replacement of multiprocessing's `spawnv_passfds` that uses `spares` first."""
 
     def spawn(path: Any, arguments: Sequence[str], passed: Sequence[int]) -> int:
         if not spares or arguments[-1] != _SPAWNED:
@@ -180,9 +180,9 @@ def _spawn_by(spares: list[tuple[int, socket.socket]], usual: Callable[..., int]
 
 
 def _be_spare(control: socket.socket, numbers: Sequence[int]) -> None:
-    """Wait for a program that is spawned, and run it. Does not return."""
+    """Wait for a program to be spawned, and run it. Does not return."""
     reaper.prctl(reaper.PR_SET_PDEATHSIG, signal.SIGKILL)
-    keep_spares(numbers)  # before there are descriptors that they must not hold
+    keep_spares(numbers)  # before there are descriptors that they must not inherit
     message, fds, _, _ = socket.recv_fds(control, _MOST_BYTES, _MOST_FDS)
     if not message:
         os._exit(0)  # its parent has ended
@@ -192,13 +192,13 @@ def _be_spare(control: socket.socket, numbers: Sequence[int]) -> None:
     _renumber(fds, wanted)
     os.environ.clear()
     os.environ.update(environment)
-    forget_random_state()
+    reseed_random_state()
     sys.argv = ["-c", _SPAWNED]
     exec(program, {"__name__": "__main__"})
 
 
 def _renumber(fds: Sequence[int], wanted: Sequence[int]) -> None:
-    """Give open descriptors the numbers by which the program knows them."""
+    """Give open descriptors the numbers that the program expects."""
     aside = [os.dup2(fd, _ABOVE_ALL + place, False) for place, fd in enumerate(fds)]
     for each in fds:
         os.close(each)

@@ -37,12 +37,12 @@ class Answer:
     token_ids: tuple[int, ...]
     text: str
     path: tuple[str, ...] = ()
-    """The stages it went through, if a router answered."""
+    """The stages of the request, if a router answered."""
     stage_ms: dict[str, float] = field(default_factory=dict)
     """Milliseconds by stage, from the router's Server-Timing."""
     usage: dict[str, Any] = field(default_factory=dict)
     logprobs: tuple[dict[str, float], ...] = ()
-    """Of each token the likeliest choices, if the request asked for `top_logprobs`."""
+    """The likeliest choices for each token, if the request asked for `top_logprobs`."""
 
 
 def picture(seed: int, size: int = 448) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel says of a process."""
+"""Facts about processes from the kernel."""
 
 import os
 from pathlib import Path
@@ -9,12 +9,12 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def is_there(process: int) -> bool:
-    """Return whether there is such a process. One that has ended is, until its parent waits."""
+    """Return whether the process exists. A zombie does, until its parent waits for it."""
     return Path(f"/proc/{process}").exists()
 
 
 def cpu_s(process: int) -> float:
-    """Return the CPU seconds that it has used, user and system; 0 if it has ended meanwhile."""
+    """Return the CPU seconds, user and system, of a process; 0 if it has ended meanwhile."""
     try:
         stat = Path(f"/proc/{process}/stat").read_text(errors="replace")
     except OSError:
@@ -24,9 +24,9 @@ def cpu_s(process: int) -> float:
 
 
 def resident_bytes(process: int) -> int:
-    """Return how much of it is in memory.
+    """Return the resident memory of a process.
 
     Raises:
-        OSError: it has ended.
+        OSError: the process has ended.
     """
     return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * _PAGE_BYTES

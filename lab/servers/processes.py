@@ -35,7 +35,7 @@ class Port:
     """A TCP port on loopback, free or chosen; reserved until `release`.
 
     The socket stays bound but never listens. Linux lets a server that sets SO_REUSEADDR (all do)
-    bind and listen on it meanwhile, but the kernel assigns it to nobody who asks for any port.
+    bind and listen on it meanwhile, but the kernel does not assign it as a free port.
 
     Raises:
         OSError: the chosen port is taken.
@@ -58,14 +58,14 @@ class Port:
 
 
 class Guard(Protocol):
-    """What watches over a program, so that nothing of it outlives us."""
+    """Watches a program, so that none of its processes outlives us."""
 
     @property
     def pid(self) -> int:
-        """Its process id. The program and all that this starts are its descendants."""
+        """Return the guard's process id. All processes of the program are its descendants."""
 
     def poll(self) -> int | None:
-        """Return the status of the program, or 128 + its signal; None: not all of it has ended.
+        """Return the status of the program, or 128 + its signal; None: a process of it still runs.
 
         Raises:
             ServerFailed: the program was not even started.
@@ -75,14 +75,14 @@ class Guard(Protocol):
         """End the program and all its descendants, and return when they are gone.
 
         Raises:
-            TimeoutError: they are not gone after so long.
+            TimeoutError: they are not gone after `within_s`.
         """
 
 
 class Reaper:
     """A process that runs `reaper.py`, as a `Guard`."""
 
-    def __init__(  # noqa: PLR0913 — what a process has
+    def __init__(  # noqa: PLR0913 — the attributes of a process
         self,
         command: Sequence[str],
         environment: Mapping[str, str],
@@ -104,11 +104,11 @@ class Reaper:
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
-        """As `Guard.poll`; never raises."""
+        """Return the status of the program; see `Guard.poll`. Never raises."""
         return self._process.poll()
 
     def end(self, within_s: float) -> None:
-        """As `Guard.end`."""
+        """End the program and all its descendants; see `Guard.end`."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -136,25 +136,25 @@ class Server:
         self._started_s = 0.0
 
     def command(self) -> Sequence[str]:
-        """The program and its arguments."""
+        """Return the program and its arguments."""
         raise NotImplementedError
 
     def environment(self) -> Mapping[str, str]:
-        """What it finds in its environment beside ours."""
+        """Return variables that the program has in addition to our environment."""
         return {}
 
     @property
     def base_url(self) -> str:
-        """`http://host:port`, without a slash at the end."""
+        """Return `http://host:port`, without a slash at the end."""
         return f"http://{LOOPBACK}:{self.port.number}"
 
     @property
     def health_url(self) -> str:
-        """The url that answers 200 once the server is ready."""
+        """Return the url that answers 200 once the server is ready."""
         return f"{self.base_url}/health"
 
     def start(self) -> None:
-        """Start it and return at once. Its output is appended to `log_path`."""
+        """Start the server and return at once. Its output is appended to `log_path`."""
         self._started_s = time.monotonic()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
@@ -166,13 +166,13 @@ class Server:
         return Reaper(self.command(), environment, log, self.grace_s)
 
     def start_in(self, stack: contextlib.ExitStack) -> Self:
-        """Start it and return at once. It is stopped when `stack` closes."""
+        """Start the server and return at once. It is stopped when `stack` closes."""
         stack.callback(self.stop)
         self.start()
         return self
 
     def is_ready(self) -> bool:
-        """Whether it is ready.
+        """Return whether the server is ready.
 
         Raises:
             ServerFailed: it ended, or was stopped because it took too long.
@@ -187,7 +187,7 @@ class Server:
         return False
 
     def wait_ready(self) -> Self:
-        """Block until it is ready.
+        """Block until the server is ready.
 
         Raises:
             ServerFailed: it ended, or was stopped because it took too long.
@@ -204,7 +204,7 @@ class Server:
             return False
 
     def is_running(self) -> bool:
-        """Whether it was started and has not ended."""
+        """Return whether the server was started and has not ended."""
         return self._guard is not None and self._guard.poll() is None
 
     def failure(self, what: str) -> ServerFailed:
@@ -216,16 +216,16 @@ class Server:
         return ServerFailed(f"{self.name} {what}; its log is {self.log_path}, which ends:{quoted}")
 
     def stop(self) -> None:
-        """End it with all its processes, and return when they are gone. Safe to call twice."""
+        """End all processes of the server, and return when they are gone. Safe to call twice."""
         self._end()
 
     def kill(self) -> None:
-        """End it as a crash would: SIGKILL to all processes at once. It can be started again."""
+        """End the server as a crash would: SIGKILL to all processes. It can be started again."""
         self._signal(signal.SIGKILL)
         self._end()
 
     def pause(self) -> None:
-        """Stop all its processes; their files and connections stay open.
+        """Stop all processes of the server; their files and connections stay open.
 
         When this returns, none of their threads is running.
         """
@@ -234,7 +234,7 @@ class Server:
             time.sleep(PAUSE_POLL_S)
 
     def resume(self) -> None:
-        """Let its processes continue after `pause`."""
+        """Let all processes continue after `pause`."""
         self._signal(signal.SIGCONT)
 
     def _end(self) -> None:
@@ -243,7 +243,7 @@ class Server:
             self._guard = None
 
     def processes(self) -> list[int]:
-        """Return the ids of all its processes while it runs."""
+        """Return the ids of all processes of the server while it runs."""
         assert self._guard is not None
         return descendants(self._guard.pid)
 
@@ -270,7 +270,7 @@ class Server:
 
 
 def _is_running(process: int) -> bool:
-    """Whether a thread of the process may still run. On a busy machine signals take effect late."""
+    """Return whether a thread of the process may still run. Busy machines deliver signals late."""
     for stat in Path(f"/proc/{process}/task").glob("*/stat"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             state = stat.read_text(errors="replace").rpartition(")")[2].split()[0]

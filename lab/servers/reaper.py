@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small process between us and a server, which ensures that nothing of the server outlives us.
+"""A small process between us and a server, which ensures that no process of it outlives us.
 
     python reaper.py GRACE_S COMMAND [ARGUMENT...]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router as a process of its own, in front of engines that run here."""
+"""The router as a process of its own, in front of local engines."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,6 +24,6 @@ class RouterProcess(Server):
         self._arguments = [*urls, *options]
 
     def command(self) -> list[str]:
-        """On its port, whatever else is said."""
+        """Return the command line. The router listens on its port, whatever the options say."""
         port = f"--port={self.port.number}"
         return [sys.executable, "-m", "ecshare.router", *self._arguments, port]

@@ -47,18 +47,18 @@ class SeaweedFS(Server):
 
     @property
     def url(self) -> str:
-        """`s3://bucket/prefix`, as the connectors' option `url` takes it."""
+        """Return `s3://bucket/prefix`, for the connectors' option `url`."""
         return f"s3://{BUCKET}/cache"
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """The options with which s3fs and the connectors (`storage_options`) reach it."""
+        """Return the options with which s3fs and the connectors (`storage_options`) reach it."""
         return {"key": ACCESS_KEY, "secret": SECRET_KEY, "endpoint_url": self.base_url}
 
     @property
     def health_url(self) -> str:
-        """The url of the bucket in the filer. The bucket is created last, half a second after S3 is
-        up.
+        """Return the url of the bucket in the filer. The bucket is created last, half a second
+        after S3 is up.
         """
         return f"http://{LOOPBACK}:{self._side_ports['filer.port'].number}/buckets/{BUCKET}/"
 
@@ -71,7 +71,7 @@ class SeaweedFS(Server):
         return super()._answers()
 
     def command(self) -> list[str]:
-        """`weed mini`: all of SeaweedFS in one process, with S3 services only."""
+        """Return `weed mini`: all of SeaweedFS in one process, with S3 services only."""
         return [
             *(program("weed"), "mini", f"-dir={self.folder}", f"-bucket={BUCKET}"),
             *(f"-ip={LOOPBACK}", f"-ip.bind={LOOPBACK}", f"-s3.port={self.port.number}"),
@@ -81,14 +81,14 @@ class SeaweedFS(Server):
         ]
 
     def environment(self) -> Mapping[str, str]:
-        """The keys that it accepts."""
+        """Return the keys that the server accepts."""
         return {
             "AWS_ACCESS_KEY_ID": ACCESS_KEY,
             "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
         }
 
     def stop(self) -> None:
-        """End it and remove its data."""
+        """End the server and remove its data."""
         super().stop()
         shutil.rmtree(self.folder, ignore_errors=True)
         for port in (self.port, *self._side_ports.values()):
@@ -98,7 +98,7 @@ class SeaweedFS(Server):
 
 
 class Rclone(Server):
-    """Another kind of S3 server, to check what clients may rely on.
+    """Another S3 server, to check what clients may rely on.
 
     It ignores create-only puts, and answers a ranged GET with the whole object. Its data is in a
     temporary folder, which `stop` removes; a stopped server cannot be started again.
@@ -113,16 +113,16 @@ class Rclone(Server):
 
     @property
     def url(self) -> str:
-        """`s3://bucket/prefix`, as the connectors' option `url` takes it."""
+        """Return `s3://bucket/prefix`, for the connectors' option `url`."""
         return f"s3://{BUCKET}/cache"
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """The options with which s3fs and the connectors (`storage_options`) reach it."""
+        """Return the options with which s3fs and the connectors (`storage_options`) reach it."""
         return {"key": ACCESS_KEY, "secret": SECRET_KEY, "endpoint_url": self.base_url}
 
     def command(self) -> list[str]:
-        """`rclone serve s3`, with a configuration of its own instead of the user's."""
+        """Return `rclone serve s3`, with a configuration of its own instead of the user's."""
         return [
             *(program("rclone"), "serve", "s3", str(self.folder / "root")),
             *("--addr", f"{LOOPBACK}:{self.port.number}"),
@@ -139,7 +139,7 @@ class Rclone(Server):
         return True
 
     def stop(self) -> None:
-        """End it and remove its data."""
+        """End the server and remove its data."""
         super().stop()
         shutil.rmtree(self.folder, ignore_errors=True)
         self.port.release()

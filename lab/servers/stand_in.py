@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that compute nothing, as processes: to measure what stands before them, and to kill."""
+"""Engines that compute nothing, as processes: to measure routers with, and to kill."""
 
 import sys
 from collections.abc import Sequence
@@ -23,5 +23,5 @@ class StandIn(Server):
         self._arguments = [stage, str(self.port.number), *options]
 
     def command(self) -> list[str]:
-        """Without site packages, of which it needs none: it starts the sooner."""
+        """Return the command line. Without site packages the script starts faster."""
         return [sys.executable, "-S", str(_PROGRAM), *self._arguments]

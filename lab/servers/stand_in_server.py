@@ -4,7 +4,7 @@
     python stand_in_server.py STAGE PORT [--delay-ms MS] [--tokens N] [--chars N] [--holds]
 
 STAGE is encode, prefill or decode. It uses only the standard library and runs as a file, so that it
-starts in 50 ms, and looks at a request no closer than it has to. `stand_in.py` starts it.
+starts in 50 ms, and parses no more of a request than necessary. `stand_in.py` starts it.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import signal
 
 COMPLETIONS = b"POST /v1/chat/completions "
 RELEASE = b"POST /release "
-"""Lets all streams end that are held."""
+"""The path that ends all held streams."""
 _STREAMS = b'"stream":true'
 _BACKLOG = 4096
 _MODELS = b'{"object":"list","data":[{"id":"stand-in","object":"model"}]}'
@@ -56,7 +56,7 @@ LAST = chunk(b"[DONE]") + b"0\r\n\r\n"
 
 
 class Engine:
-    """What all connections of an engine share."""
+    """The state that all connections of an engine share."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.answer = whole(ANSWERS[options.stage])
@@ -64,11 +64,11 @@ class Engine:
         self.num_tokens = options.tokens
         self.token = chunk(token(options.chars))
         self.holds = options.holds
-        self.let_go = asyncio.Event()
+        self.released = asyncio.Event()
 
 
 class Connection(asyncio.Protocol):
-    """One client: a request after the other."""
+    """One connection, for one request after the other."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -114,11 +114,11 @@ class Connection(asyncio.Protocol):
     def _reply(self, line: bytes, *, streams: bool) -> None:
         engine = self._engine
         if line.startswith(RELEASE):
-            engine.let_go.set()
-            engine.let_go = asyncio.Event()  # for the streams to come
+            engine.released.set()
+            engine.released = asyncio.Event()  # for later streams
             self._transport.write(whole(b"{}"))
         elif not line.startswith(COMPLETIONS):
-            self._transport.write(whole(_MODELS))  # and whoever asks for its health gets them too
+            self._transport.write(whole(_MODELS))  # the health check gets them too
         elif streams or engine.delay_s:
             self._answering = asyncio.create_task(self._answer(streams=streams))
         else:
@@ -135,7 +135,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(engine.token)
             await asyncio.sleep(engine.delay_s)
         if engine.holds:
-            await engine.let_go.wait()
+            await engine.released.wait()
         self._transport.write(LAST)
 
 

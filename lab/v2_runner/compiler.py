@@ -8,4 +8,4 @@ class Compiler(BaseBackend):  # type: ignore[misc]
     """Compiles nothing."""
 
 
-Compiler.__abstractmethods__ = frozenset()  # nobody calls them, and releases differ in them
+Compiler.__abstractmethods__ = frozenset()  # never called; they differ between releases

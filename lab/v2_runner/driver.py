@@ -9,8 +9,8 @@ class Driver(DriverBase):  # type: ignore[misc]
 
     @staticmethod
     def is_active() -> bool:
-        """Whether there is such a device."""
+        """Return whether the device exists."""
         return True
 
 
-Driver.__abstractmethods__ = frozenset()  # nobody calls them, and releases differ in them
+Driver.__abstractmethods__ = frozenset()  # never called; they differ between releases

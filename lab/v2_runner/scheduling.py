@@ -6,7 +6,7 @@ from vllm.platforms.cpu import CpuPlatform
 
 
 def keep_async_scheduling() -> None:
-    """Have the CPU platform leave alone what vLLM chooses; it turns async scheduling off."""
+    """Make the CPU platform keep vLLM's choice; it would turn asynchronous scheduling off."""
     check = CpuPlatform.check_and_update_config
 
     def check_all_else(config: VllmConfig) -> None:

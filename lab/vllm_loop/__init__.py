@@ -16,13 +16,13 @@ Where the two runners differ:
 
 - V1 saves what leaves its blocks (`handle_preemptions`) before new blocks are zeroed, V2 after.
 - V1 ends a step's saves and loads after the forward pass, V2 after sampling. Only with speculative
-  decoding V1 also waits until then, and asks what has ended before it ends the saves.
+  decoding does V1 also wait until then, and ask what has ended before it ends the saves.
 - V1 offers each encoded item to `save_caches`, in any role, as soon as it is encoded. V2 offers
   the new ones of a step together, and only to producers.
 - V1 drops what an encoder-only engine's connector reports. V2 passes it on.
 - In a step without tokens V2 calls both connectors, V1 only that for KV.
 
-All ranks are in this process. What would cross to another process is pickled on its way.
+All ranks are in this process. Messages that would go to another process are pickled.
 """
 
 from lab.vllm_loop.engine import EngineLoop

@@ -25,7 +25,7 @@ _NAP_S = 0.001
 
 
 class EngineLoop:
-    """A scheduler and its ranks, one for each of `models`. Close it.
+    """A scheduler and its ranks, one for each of `models`. The owner closes it.
 
     Subclasses take the answers in `received`.
     """
@@ -39,14 +39,14 @@ class EngineLoop:
     ) -> None:
         """Start the connectors that `config` names, with asynchronous scheduling if it says so.
 
-        Its block size is the scheduler's. Raises what a connector raises at its start.
+        The block size of `config` is the scheduler's. Raises the exceptions of connectors.
         """
         self.config = config
         self.log = HookLog()
-        """Of the connectors in the scheduler's process."""
+        """The hooks of the connectors in the scheduler's process."""
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         config.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
-        # Only while it starts: to configure an engine for the V2 runner, vLLM insists on Triton.
+        # Only during the start: to configure an engine for the V2 runner, vLLM requires Triton.
         with chosen(runner):
             self._max_in_flight = config.max_concurrent_batches
             kind = config.scheduler_config.get_scheduler_cls()
@@ -73,7 +73,7 @@ class EngineLoop:
 
     @property
     def has_work(self) -> bool:
-        """Whether the loop has anything to do, be it only for a connector."""
+        """Return whether the loop has work, for requests or for connectors."""
         return self.scheduler.has_requests() or bool(self.in_flight)
 
     def step(self) -> None:
@@ -92,11 +92,11 @@ class EngineLoop:
             time.sleep(_NAP_S)
 
     def schedule(self) -> SchedulerOutput:
-        """First part of a step: what runs."""
+        """Schedule: the first part of a step."""
         return self.scheduler.schedule()
 
     def execute(self, output: SchedulerOutput) -> None:
-        """Second part: every rank runs it, and their answers are brought together."""
+        """Execute the step on every rank and aggregate their answers: its second part."""
         answers: list[ModelRunnerOutput | None] = [each.execute(output) for each in self.runners]
         answer = answers[0]
         if len(answers) > 1:
@@ -107,7 +107,7 @@ class EngineLoop:
         self.in_flight.append((output, answer))
 
     def update(self) -> None:
-        """Third part: the scheduler takes the oldest answer in flight, if there is one."""
+        """Process the oldest answer in flight, if there is one: the third part of a step."""
         if not self.in_flight:
             return
         output, answer = self.in_flight.popleft()
@@ -119,10 +119,10 @@ class EngineLoop:
                 self.scheduler.update_draft_token_ids(drafts)
 
     def received(self, outputs: EngineCoreOutputs) -> None:
-        """Take what the engine tells its front end after a step."""
+        """Take the outputs that the engine sends to its front end after a step."""
 
     def update_all(self) -> None:
-        """Take the answers of all steps in flight."""
+        """Process the answers of all steps in flight."""
         while self.in_flight:
             self.update()
 

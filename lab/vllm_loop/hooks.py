@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A record of the hooks that are called on a connector: in which order, and how long each took."""
+"""A record of the hooks that are called on a connector: their order and durations."""
 
 import threading
 from collections.abc import Callable
@@ -56,30 +56,30 @@ KV_WORKER_HOOKS = (
 
 
 class HookFailed(Exception):
-    """A hook raised: in vLLM this ends the engine. The cause is what it raised."""
+    """A hook raised: in vLLM this ends the engine. `__cause__` is the exception of the hook."""
 
 
 @dataclass
 class HookLog:
-    """What the hooks of one connector object did."""
+    """The calls of the hooks of one connector object."""
 
     calls: dict[str, list[float]] = field(default_factory=dict)
     """Hook -> seconds of each call."""
     order: list[str] = field(default_factory=list)
     """The hooks in the order of their calls."""
     io: set[str] = field(default_factory=set)
-    """`hook: event`, where somebody watches for input and output."""
+    """`hook: event` for each I/O of a hook, while something records these."""
 
     def num_calls(self, hook: str) -> int:
-        """Return how often a hook was called."""
+        """Return the number of calls of a hook."""
         return len(self.calls.get(hook, ()))
 
     def seconds(self, *hooks: str) -> float:
-        """Return how long all calls of these hooks took, together."""
+        """Return the seconds of all calls of these hooks."""
         return sum(sum(self.calls.get(hook, ())) for hook in hooks)
 
     def clear(self) -> None:
-        """Forget all calls."""
+        """Drop all calls."""
         self.calls.clear()
         self.order.clear()
         self.io.clear()
@@ -113,8 +113,8 @@ def _watched(name: str, hook: Callable[..., Any], log: HookLog) -> Callable[...,
         try:
             return hook(*args, **kwargs)
         except Exception as raised:
-            said = f"{type(raised).__name__}: {str(raised)[:200]}"
-            raise HookFailed(f"{name} raised {said}") from raised
+            error = f"{type(raised).__name__}: {str(raised)[:200]}"
+            raise HookFailed(f"{name} raised {error}") from raised
         finally:
             log.calls.setdefault(name, []).append(perf_counter() - start_s)
             current.log, current.hook = outer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands for a model, and for a runner's memory of its requests, in one rank."""
+"""A stand-in for a model, and for a runner's state of its requests, in one rank."""
 
 from dataclasses import dataclass
 
@@ -17,11 +17,11 @@ class Row:
     """One request as a model runner knows it."""
 
     tokens: list[int]
-    """The prompt, and what was sampled."""
+    """The tokens of the prompt, then the sampled ones."""
     num_prompt_tokens: int
     num_computed_tokens: int
     block_ids: list[list[int]]
-    """Of each cache group."""
+    """The block ids of each cache group."""
     features: list[MultiModalFeatureSpec]
     lora_request: LoRARequest | None
 
@@ -29,14 +29,14 @@ class Row:
 class Model:
     """Remembers requests, encodes nothing and samples the same token again and again.
 
-    Subclasses say what an item's embedding is, and what tokens are made of.
+    Subclasses define the embedding of an item, and the computation of tokens.
     """
 
     def __init__(self) -> None:
         self.rows: dict[str, Row] = {}
         self.encoder_cache: dict[str, Tensor] = {}
         self.kv_caches: dict[str, Tensor] = {}
-        """Of each layer: [block, ...]."""
+        """The cache of each layer: [block, ...]."""
 
     def update(self, output: SchedulerOutput) -> None:
         """Take over the scheduler's view of requests and caches."""
@@ -60,11 +60,11 @@ class Model:
             strict=True,
         ):
             row = self.rows[request_id]
-            # What was sampled from blocks that a connector could not fill in time was dropped.
+            # Tokens that were sampled from blocks which a connector could not fill were dropped.
             del row.tokens[row.num_prompt_tokens + num_output :]
             if request_id in known.resumed_req_ids:
                 row.block_ids = [[] for _ in row.block_ids]
-                # What was sampled of it meanwhile may be dropped.
+                # Tokens that were sampled meanwhile may be dropped.
                 row.tokens = list(known.all_token_ids[request_id])
             for ids, more in zip(row.block_ids, new_ids or (), strict=False):
                 ids += more
@@ -87,7 +87,7 @@ class Model:
         """Take the embeddings that this step's tokens need from the encoder cache."""
 
     def forward(self, output: SchedulerOutput) -> list[list[int]]:
-        """Compute the step's tokens. Returns what is sampled of each request."""
+        """Compute the step's tokens. Returns the sampled tokens of each request."""
         sampled = []
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             start = self.rows[request_id].num_computed_tokens
@@ -95,7 +95,7 @@ class Model:
         return sampled
 
     def compute(self, request_id: str, start: int, end: int) -> list[int]:
-        """Compute the tokens from `start` to `end`, and note what is sampled behind them."""
+        """Compute the tokens from `start` to `end`, and append the token that is sampled then."""
         row = self.rows[request_id]
         if end < len(row.tokens):
             return []
@@ -103,14 +103,14 @@ class Model:
         return [_TOKEN]
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Return guesses of the tokens to come; None if this model makes none."""
+        """Return guesses of the next tokens; None if this model makes none."""
         return None
 
 
 def _row_of(new: NewRequestData) -> Row:
     prompt = new.prompt_token_ids or []
     return Row(
-        # For the V2 runner a request that was preempted is a new one, with what it had sampled.
+        # For the V2 runner a preempted request is a new one, with the tokens that it had sampled.
         tokens=list(new.prefill_token_ids or prompt),
         num_prompt_tokens=len(prompt),
         num_computed_tokens=new.num_computed_tokens,

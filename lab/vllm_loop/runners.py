@@ -53,7 +53,7 @@ class Runner:
         self.config = config
         self.model = model
         self.encoded: list[str] = []
-        """Identifiers of the items that were encoded here, in order."""
+        """Identifiers of the items that this rank encoded, in order."""
         self.loaded: list[str] = []
         """Identifiers that the connector put into the encoder cache, in order."""
         self.log = HookLog()
@@ -104,14 +104,14 @@ class Runner:
                 self.kv_connector.shutdown()  # type: ignore[no-untyped-call]
 
     def _start(self) -> None:
-        """Make what the runner makes of the connectors."""
+        """Create the objects through which this runner calls the connectors."""
 
     def _run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         raise NotImplementedError
 
     @contextlib.contextmanager
     def _in_its_process(self) -> Iterator[None]:
-        """Set the globals that vLLM keeps one of a process: the connectors and the rank."""
+        """Set the globals that vLLM has once a process: the connectors and the rank."""
         size = self.config.parallel_config.tensor_parallel_size
         ranks = SimpleNamespace(rank_in_group=self._rank, world_size=size, rank=self._rank)
         first = SimpleNamespace(rank_in_group=0, world_size=1, is_first_rank=True)
@@ -126,7 +126,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _forward_context(self) -> Iterator[None]:
-        # Afterwards vLLM's own layers are back: connectors that start later look at them.
+        # Restores vLLM's own layers at the end: connectors that start later read them.
         layers = _replaced(self.config.compilation_config, "static_forward_context", self._layers)
         with layers, set_forward_context(self._attention, self.config):
             yield
@@ -207,7 +207,7 @@ class V2Runner(Runner):
     """The order of `v1/worker/gpu/model_runner.py` and `v1/worker/mm_encoder_model_runner.py`."""
 
     def _start(self) -> None:
-        # Here, because it needs what a CPU build of vLLM need not have.
+        # Imported late: a CPU build of vLLM may lack a dependency.
         from vllm.v1.worker.gpu.ec_connector import ActiveECConnector, ECConnector
         from vllm.v1.worker.gpu.kv_connector import get_kv_connector
 

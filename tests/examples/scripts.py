@@ -21,7 +21,7 @@ BASH = shutil.which("bash") or "bash"
 STAND_IN = Path(__file__).with_name("stand_in.py")
 VLLM = "vllm.entrypoints.openai.api_server"
 ROUTER = "ecshare.router"
-PATIENCE_S = 60.0  # so that a test which cannot succeed ends
+PATIENCE_S = 60.0  # ends a test that cannot succeed
 
 
 class Started(NamedTuple):
@@ -32,11 +32,11 @@ class Started(NamedTuple):
 
     @property
     def module(self) -> str:
-        """What stands behind `-m`."""
+        """Return the module of `-m`."""
         return self.arguments[1]
 
     def all(self, option: str) -> list[str]:
-        """Return each value of `option`."""
+        """Return all values of `option`."""
         start = f"{option}="
         return [each.removeprefix(start) for each in self.arguments if each.startswith(start)]
 
@@ -47,7 +47,7 @@ class Started(NamedTuple):
         return found[0] if found else None
 
     def connector(self, kind: str) -> dict[str, Any] | None:
-        """Return what configures the connector for `kind`: ec or kv."""
+        """Return the configuration of the connector for `kind`: ec or kv."""
         text = self.one(f"--{kind}-transfer-config")
         return None if text is None else cast(dict[str, Any], json.loads(text))
 
@@ -65,17 +65,17 @@ class Box:
         python.chmod(0o755)
 
     def environment(self, settings: dict[str, str]) -> dict[str, str]:
-        """What a script finds in its environment."""
+        """Return the environment of a script."""
         return {"PATH": f"{self.folder}/bin:{os.environ['PATH']}", **settings}
 
     def engine_sh(self, *arguments: str, **settings: str) -> Started:
-        """Run the script and return what it has started."""
+        """Run the script and return the program that it started."""
         ended = self._run("engine.sh", arguments, settings)
         assert ended.returncode == 0, ended.stderr
         return Started(*json.loads(ended.stdout))
 
     def refused(self, script: str, *arguments: str, **settings: str) -> str:
-        """Run a script that starts nothing; return the one sentence that it says."""
+        """Run a script that starts nothing; return the one sentence that it prints."""
         ended = self._run(script, arguments, settings)
         assert ended.returncode == 2, ended
         assert not ended.stdout
@@ -97,7 +97,7 @@ class Box:
 
     @contextmanager
     def run_sh(self, num_programs: int, *arguments: str, **settings: str) -> Iterator["Running"]:
-        """Run run.sh, and give what it has started when that are `num_programs`."""
+        """Run run.sh, and yield the programs that it started once there are `num_programs`."""
         with ExitStack() as stack:
             listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             path = self.folder / "socket"
@@ -124,14 +124,14 @@ class Box:
 
 @dataclass
 class Running:
-    """run.sh, and what it has started, by port."""
+    """run.sh, and the programs that it started, by port."""
 
     script: "subprocess.Popen[str]"
     started: dict[int, Started]
     _connections: dict[int, socket.socket]
 
     def add(self, connection: socket.socket) -> None:
-        """Take a program that says what it was told."""
+        """Record a program that reports its arguments."""
         with connection.makefile() as lines:
             started = Started(*json.loads(lines.readline()))
         port = int(started.one("--port") or 0)
@@ -143,10 +143,10 @@ class Running:
         self._connections[port].close()
 
     def has_ended(self, port: int) -> bool:
-        """Wait until the program at `port` has ended; its end of the connection tells."""
+        """Wait until the program at `port` has ended; its connection then closes."""
         return self._connections[port].recv(1) == b""
 
     def devices(self) -> dict[int, str | None]:
-        """Return what CUDA_VISIBLE_DEVICES is for each."""
+        """Return CUDA_VISIBLE_DEVICES of each program."""
         found = self.started.items()
         return {port: each.environment.get("CUDA_VISIBLE_DEVICES") for port, each in found}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python` to a script under test: it does not start vLLM or the router, it says what it was told.
+"""Stands in for `python` in a script under test: reports arguments instead of starting a program.
 
-With `-m` it prints one line of JSON. Where SOCKET is set it sends the line there instead, and lives
-until the other end is closed. Everything else is done by the real Python.
+With `-m` it prints one line of JSON. If SOCKET is set, it sends the line there instead, and runs
+until the other end is closed. The real Python does everything else.
 """
 
 import json
@@ -14,7 +14,7 @@ SHOWN = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "VLLM_CPU_KVCACHE_SPACE")
 
 
 def main() -> None:
-    """Say it, and wait if need be."""
+    """Report the arguments, and wait if SOCKET is set."""
     if sys.argv[1] != "-m":
         os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
     shown = {name: os.environ[name] for name in SHOWN if name in os.environ}
@@ -22,10 +22,10 @@ def main() -> None:
     if "SOCKET" not in os.environ:
         sys.stdout.write(line)
         return
-    with socket.socket(socket.AF_UNIX) as told:
-        told.connect(os.environ["SOCKET"])
-        told.sendall(line.encode())
-        told.recv(1)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(os.environ["SOCKET"])
+        connection.sendall(line.encode())
+        connection.recv(1)
     sys.exit("the stand-in was told to end")
 
 

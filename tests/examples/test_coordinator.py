@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""examples/coordinator speaks as llm-d's coordinator does with shared storage."""
+"""examples/coordinator sends what llm-d's coordinator sends with shared storage."""
 
 import asyncio
 import sys
@@ -20,7 +20,7 @@ async def answered(http: web.Request, body: dict[str, Any]) -> web.StreamRespons
 
 
 @pytest.mark.parametrize("returned", [False, True])
-async def test_it_sends_the_words_of_llm_d(returned: bool) -> None:
+async def test_example_sends_transfer_params_of_llm_d(returned: bool) -> None:
     async with FakeEngine(prefilled).serving() as p, FakeEngine(answered).serving() as d:
         program = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "examples.coordinator.ask"),
@@ -30,14 +30,14 @@ async def test_it_sends_the_words_of_llm_d(returned: bool) -> None:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
-        out, told = await program.communicate()
-    assert program.returncode == 0, told
-    assert (out.decode(), told.decode()) == (f"{SAID}\n", "loaded 8 of 9 tokens\n")
+        out, err = await program.communicate()
+    assert program.returncode == 0, err
+    assert (out.decode(), err.decode()) == (f"{SAID}\n", "loaded 8 of 9 tokens\n")
     (to_p,), (to_d,) = p.bodies, d.bodies
     assert to_p["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False}
     assert (to_p["max_tokens"], to_p["stream"]) == (1, False)
-    said = {"do_remote_decode": False, "do_remote_prefill": True}
+    expected = {"do_remote_decode": False, "do_remote_prefill": True}
     kvshare = {"kvshare": {"num_tokens": 7}} if returned else {}
-    assert to_d["kv_transfer_params"] == said | kvshare
+    assert to_d["kv_transfer_params"] == expected | kvshare
     assert to_d["messages"] == to_p["messages"]
     assert to_d["max_tokens"] > 1

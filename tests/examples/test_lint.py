@@ -10,13 +10,13 @@ OURS = ("benchmarks", "ecshare", "examples", "kvshare", "scripts", "tests")
 
 
 def test_every_shell_script_is_checked() -> None:
-    said = subprocess.run(
+    output = subprocess.run(
         ["make", "--no-print-directory", "-n", "lint"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    (checked,) = [shlex.split(line)[1:] for line in said.splitlines() if "/shellcheck " in line]
+    (checked,) = [shlex.split(line)[1:] for line in output.splitlines() if "/shellcheck " in line]
     scripts = {path for folder in OURS for path in (ROOT / folder).rglob("*.sh")}
     assert {ROOT / path for path in checked} == {*scripts, *ROOT.glob("*.sh"), ROOT / ".ci/run"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The alerts and the dashboard ask only for series that there are."""
+"""The alerts and the dashboard query only existing series."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def expressions(path: Path) -> Iterator[str]:
 
 
 def names_of(prefix: str, metrics: MetricTable) -> dict[str, dict[str, tuple[str, ...]]]:
-    """Every series of a connector, with the values of its labels."""
+    """Return every series of a connector, with the values of its labels."""
     found = {}
     for family, metric in metrics.items():
         suffix = "_bucket" if metric.is_histogram else "" if is_gauge(family) else "_total"
@@ -63,7 +63,7 @@ def test_every_series_exists(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_series_are_grouped_by_labels_that_they_have(path: Path) -> None:
+def test_series_are_grouped_by_their_own_labels(path: Path) -> None:
     for expression in expressions(path):
         for by, name in re.findall(
             r"by \(([^)]*)\) \((?:(?:rate|increase)\()?((?:ec|kv)share_\w+)", expression

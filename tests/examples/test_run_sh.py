@@ -30,7 +30,7 @@ def box(tmp_path: Path) -> Box:
         ),
     ],
 )
-def test_the_devices_are_split(
+def test_devices_are_split_between_engines(
     box: Box, settings: dict[str, str], devices: tuple[str, str, str]
 ) -> None:
     with box.run_sh(4, DEVICE="cuda", **settings) as running:
@@ -39,7 +39,7 @@ def test_the_devices_are_split(
     assert given == dict(zip((ENCODE, PREFILL, DECODE), devices, strict=True))
 
 
-def test_on_cpus_there_is_nothing_to_split(box: Box) -> None:
+def test_on_cpu_no_devices_are_set(box: Box) -> None:
     with box.run_sh(4) as running:
         assert set(running.devices().values()) == {None}
 
@@ -52,7 +52,7 @@ def test_on_cpus_there_is_nothing_to_split(box: Box) -> None:
         ({"CUDA_VISIBLE_DEVICES": "0,1,2,3", "TENSOR_PARALLEL_SIZE": "2"}, 6, 4),
     ],
 )
-def test_too_few_devices(
+def test_too_few_devices_are_refused(
     box: Box, settings: dict[str, str], num_needed: int, num_given: int
 ) -> None:
     size = settings.get("TENSOR_PARALLEL_SIZE", "1")
@@ -62,13 +62,13 @@ def test_too_few_devices(
     )
 
 
-def test_a_size_that_is_no_number(box: Box) -> None:
+def test_size_that_is_no_number_is_refused(box: Box) -> None:
     assert box.refused("run.sh", DEVICE="cuda", TENSOR_PARALLEL_SIZE="many") == (
         "run.sh: TENSOR_PARALLEL_SIZE must be a whole number, at least 1, not 'many'"
     )
 
 
-def test_stages_that_are_elsewhere_are_not_started(box: Box) -> None:
+def test_stages_with_url_settings_are_not_started(box: Box) -> None:
     settings = {"ENCODE_URLS": "", "PREFILL_URLS": "http://p:8002"}
     with box.run_sh(2, DEVICE="cuda", CUDA_VISIBLE_DEVICES="3", **settings) as running:
         assert set(running.started) == {DECODE, PORT_OF_ROUTER}
@@ -79,7 +79,7 @@ def test_stages_that_are_elsewhere_are_not_started(box: Box) -> None:
     assert router.all("--decoder") == ["http://127.0.0.1:8003"]
 
 
-def test_only_the_router_can_be_reached_from_outside(box: Box) -> None:
+def test_with_public_host_engines_stay_on_loopback(box: Box) -> None:
     with box.run_sh(4, HOST="0.0.0.0") as running:
         hosts = {port: each.one("--host") for port, each in running.started.items()}
     assert hosts.pop(PORT_OF_ROUTER) == "0.0.0.0"
@@ -92,7 +92,7 @@ def test_further_arguments_go_to_each_engine(box: Box) -> None:
             assert each.all("--seed") == ([] if each.module == ROUTER else ["7"])
 
 
-def test_when_one_ends_all_end(box: Box) -> None:
+def test_when_one_program_ends_all_end(box: Box) -> None:
     with box.run_sh(4) as running:
         running.end(PREFILL)
         _, said = running.script.communicate(timeout=PATIENCE_S)
@@ -105,7 +105,7 @@ def test_when_one_ends_all_end(box: Box) -> None:
     ]
 
 
-def test_what_is_wrong_is_said_here_and_not_only_in_a_log(box: Box) -> None:
+def test_error_of_engine_sh_is_on_stderr_too(box: Box) -> None:
     with box.run_sh(0, OPTIONS="{") as running:
         _, said = running.script.communicate(timeout=PATIENCE_S)
     assert running.script.returncode == 1

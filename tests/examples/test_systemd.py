@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The units of examples/systemd are ones that systemd takes, and start what they say."""
+"""systemd accepts the units of examples/systemd, and they start their stages."""
 
 import shlex
 import shutil
@@ -23,7 +23,7 @@ STAGES = {
 }
 
 
-def here(unit: str) -> str:
+def installed_unit(unit: str) -> str:
     """Return the unit's text, as if the repository were installed."""
     text = (FOLDER / unit).read_text()
     assert INSTALLED in text
@@ -31,13 +31,13 @@ def here(unit: str) -> str:
 
 
 def directives(unit: str, name: str) -> Iterator[str]:
-    for line in here(unit).splitlines():
+    for line in installed_unit(unit).splitlines():
         if line.startswith(f"{name}="):
             yield line.partition("=")[2]
 
 
 def settings(stage: str) -> dict[str, str]:
-    """Return what the files say that the page tells people to write, in the unit's order."""
+    """Return the settings in the files that the page prescribes, in the unit's order."""
     for_all, for_decode, for_router = fences(FOLDER / "README.md", "ini")
     files = {"all": for_all, "decode": for_decode, "router": for_router}
     found = {}
@@ -54,16 +54,16 @@ def settings(stage: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("unit", sorted(set(STAGES.values())))
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
-def test_systemd_takes_the_unit(unit: str, tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit(unit: str, tmp_path: Path) -> None:
     copy = tmp_path / unit
-    copy.write_text(here(unit))
+    copy.write_text(installed_unit(unit))
     verified = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", str(copy)],
         capture_output=True,
         text=True,
         check=False,
     )
-    # It speaks of this machine's own units as well.
+    # The output covers this machine's own units as well.
     said = [line for line in verified.stderr.splitlines() if "ecshare" in line]
     assert (verified.returncode, said) == (0, [])
 
@@ -78,8 +78,9 @@ def test_a_unit_starts_its_stage(stage: str, tmp_path: Path) -> None:
     started = Box(tmp_path).engine_sh(*arguments, **environment)
     assert started.one("--host") == "0.0.0.0"
     if stage == "router":
-        told = parse_arguments(started.arguments[2:])
-        assert [len(each) for each in (told.encoders, told.prefillers, told.decoders)] == [1, 1, 2]
+        parsed = parse_arguments(started.arguments[2:])
+        pools = (parsed.encoders, parsed.prefillers, parsed.decoders)
+        assert [len(each) for each in pools] == [1, 1, 2]
         return
     config = started.connector("ec")
     assert config is not None

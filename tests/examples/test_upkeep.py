@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pages of the examples tell people to set on a bucket or to run on a folder, done."""
+"""The commands and rules for buckets and folders on the pages of the examples work."""
 
 import json
 import os
@@ -38,7 +38,7 @@ DAY_S = 86_400
 
 
 class Administered(SeaweedFS):
-    """Lets users be made and given rights, by the IAM API on the same port."""
+    """Has users with rights of their own, by the IAM API on the same port."""
 
     def command(self) -> list[str]:
         return [*super().command(), "-s3.iam.readOnly=false"]
@@ -81,7 +81,7 @@ def opened(options: dict[str, Any], prefix: str = PREFIX) -> ObjectStore:
 
 
 @pytest.mark.s3
-async def test_the_policy_allows_what_engines_do_and_no_more(server: Administered) -> None:
+async def test_policy_allows_what_engines_do_and_no_more(server: Administered) -> None:
     policy = on_page("Statement").replace(BUCKET_OF_PAGE, BUCKET)
     options = server.user("engine", policy)
     store, elsewhere = opened(options), opened(options, "other")
@@ -108,14 +108,14 @@ async def test_the_policy_allows_what_engines_do_and_no_more(server: Administere
 
 
 @pytest.mark.s3
-def test_the_rules_are_ones_that_a_server_takes(server: Administered) -> None:
+def test_server_accepts_the_lifecycle_rules(server: Administered) -> None:
     rules = json.loads(on_page("Rules"))
     s3 = server.client("s3")
     s3.put_bucket_lifecycle_configuration(Bucket=BUCKET, LifecycleConfiguration=rules)
     assert s3.get_bucket_lifecycle_configuration(Bucket=BUCKET)["Rules"] == rules["Rules"]
 
 
-def test_each_rule_is_for_all_keys_of_its_kind() -> None:
+def test_each_rule_matches_all_keys_of_its_kind() -> None:
     rules = json.loads(on_page("Rules"))["Rules"]
     days = {rule["Filter"]["Prefix"]: rule["Expiration"]["Days"] for rule in rules}
     assert all(rule["Status"] == "Enabled" for rule in rules)
@@ -125,7 +125,7 @@ def test_each_rule_is_for_all_keys_of_its_kind() -> None:
             assert [n for prefix, n in days.items() if name.startswith(prefix)] == [expected]
 
 
-def test_the_command_for_the_rules_exists() -> None:
+def test_command_for_the_rules_exists_in_aws_cli() -> None:
     (command,) = re.findall(r"^aws (.*?[^\\])$", S3_PAGE.read_text(), re.MULTILINE | re.DOTALL)
     api, name, *options = shlex.split(command.replace("\\\n", " "))
     assert api == "s3api"
@@ -142,7 +142,7 @@ def cli_name(name: str) -> str:
     return str(xform_name(name, "-"))
 
 
-async def test_the_daily_job_removes_what_is_old(tmp_path: Path) -> None:
+async def test_daily_job_removes_old_objects_only(tmp_path: Path) -> None:
     folder = tmp_path / "a store"
     store = open_store(StoreConfig(url=str(folder)), "options")
     try:

