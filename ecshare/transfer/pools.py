@@ -41,5 +41,4 @@ class Pools:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _pool(self, name: str) -> Workers:
-        begin = None if self._on_thread_start is None else self.begin_thread
-        return Workers(_NUM_THREADS, thread_name_prefix=name, initializer=begin)
+        return Workers(_NUM_THREADS, thread_name_prefix=name, initializer=self.begin_thread)

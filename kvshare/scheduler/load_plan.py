@@ -38,27 +38,22 @@ class Loading:
     num_tokens: int
     begun_s: float
     lost: set[ChunkKey] = field(default_factory=set)
+    num_sound: int = 0
+    """The number of chunks before the first lost one; set when it has ended."""
     seconds: float = 0.0
     """How long it took; set when it has ended."""
 
     @property
-    def num_sound(self) -> int:
-        """The number of chunks before the first lost one."""
-        lost = (number for number, chunk in enumerate(self.chunks) if chunk.key in self.lost)
-        return next(lost, len(self.chunks))
-
-    @property
     def is_whole(self) -> bool:
-        """Whether no chunk is lost."""
+        """Whether no chunk is lost; for one that has ended."""
         return self.num_sound == len(self.chunks)
 
     @property
     def num_loaded_tokens(self) -> int:
-        """The number of tokens to load before the first lost chunk."""
-        num_sound = self.num_sound
-        if num_sound == len(self.chunks):
+        """The number of tokens to load before the first lost chunk; for one that has ended."""
+        if self.is_whole:
             return self.num_tokens
-        return max(0, self.chunks[num_sound].start_tokens - self.start_tokens)
+        return max(0, self.chunks[self.num_sound].start_tokens - self.start_tokens)
 
 
 class LoadPlan:
@@ -158,12 +153,13 @@ class LoadPlan:
         loading = self._loading.pop(request_id, None)
         if loading is None:
             return None
+        lost = (number for number, chunk in enumerate(loading.chunks) if chunk.key in loading.lost)
+        num_sound = 0 if failed else next(lost, len(loading.chunks))
         if failed:
             self._room.failed(request_id)
-            loading.lost.update(chunk.key for chunk in loading.chunks)
-        if loading.num_sound:
+        if num_sound:
             self._num_misfits, self._paused_until_s = 0, 0.0
-        return replace(loading, seconds=self._clock_s() - loading.begun_s)
+        return replace(loading, num_sound=num_sound, seconds=self._clock_s() - loading.begun_s)
 
     def runs(self, request_id: str) -> None:
         """Record that a request runs: its load, if any, needs no further blocks."""
