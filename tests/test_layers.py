@@ -78,10 +78,7 @@ MOST_FIELDS = 12
 WITH_MORE_FIELDS = {
     "ecshare.encoder.worker.EncoderWorker",
     "ecshare.router.app.Router",
-    "kvshare.scheduler.scheduler.KVScheduler",
     "kvshare.worker.blocks.BlockCaches",
-    "kvshare.worker.loads.Loads",
-    "kvshare.worker.worker.KVWorker",
 }
 
 
@@ -230,4 +227,4 @@ def test_no_class_has_too_many_fields() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ClassDef) and len(fields(node)) > MOST_FIELDS
     }
-    assert not many - WITH_MORE_FIELDS
+    assert many == WITH_MORE_FIELDS
