@@ -2,6 +2,7 @@
 """Real things for tests: a small model, an S3 server, engines. All end with the test run."""
 
 import os
+import re
 import shutil
 import signal
 import sys
@@ -22,8 +23,9 @@ from tests.waiting import Clock
 CACHE = Path(__file__).parents[1] / ".cache"
 LOGS = CACHE / "logs" / "tests" / os.environ.get("PYTEST_XDIST_WORKER", "")
 
-ENGINE_TESTS = ("tests/engines", "tests/benchmarks", "tests/lab/test_fork_server.py")
-"""Where `make engines` looks for tests of engines: to collect all others takes a while."""
+MAKEFILE = (Path(__file__).parents[1] / "Makefile").read_text()
+ENGINE_TESTS = tuple(re.findall(r"^ENGINE_TESTS := (.+)", MAKEFILE, re.MULTILINE)[0].split())
+"""The files and folders in which `make engines` looks for tests of engines."""
 
 StartEngine = Callable[..., EngineProcess]
 

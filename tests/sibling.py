@@ -61,7 +61,6 @@ class Sibling(KVConnectorBase_V1, SupportsHMA):
         self.block_tokens = vllm_config.cache_config.block_size
         self.groups = kv_cache_config.kv_cache_groups
         self.starts: dict[str, int] = {}
-        self.failed: set[str] = set()
         self.admitted: dict[str, int] = {}
         """How often a request had been preempted when it last got blocks."""
         self.loads: list[Load] = []
@@ -73,7 +72,7 @@ class Sibling(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         params = request.kv_transfer_params or {}
-        if request.request_id in self.failed or self._has_lost_its_load(request):
+        if self._has_lost_its_load(request):
             return 0, False
         if self.options.get("brings") == "always":
             end = (request.num_tokens - 1) // self.block_tokens * self.block_tokens
@@ -111,8 +110,6 @@ class Sibling(KVConnectorBase_V1, SupportsHMA):
                 params.pop("remote_fails", ""),
             )
             self.loads.append(load)
-            if load.fails:
-                self.failed.add(load.request_id)
 
     def build_connector_meta(self, scheduler_output: object) -> Loads:
         loads, self.loads = self.loads, []
