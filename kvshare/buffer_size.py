@@ -53,10 +53,12 @@ def with_default_buffer(
     sets = layer_sets_of(vllm_config, kv_cache_config)
     slab_bytes = slab_sizes([block_bytes(kv_cache_config, each) for each in sets])
     wanted = steps_bytes(
-        sum(slab_bytes(each.number, chunk_blocks) for each in sets),
+        sum(slab_bytes(each.number, chunk_blocks) for each in sets if not each.is_recurrent),
         chunk_blocks * vllm_config.cache_config.block_size,
         vllm_config.scheduler_config.max_num_batched_tokens,
     )
+    # Each prompt that ends in a step has a state.
+    wanted += 2 * sum(slab_bytes(each.number, 1) for each in sets if each.is_recurrent)
     affordable = memory_bytes() // _MOST_OF_MEMORY // num_local_ranks(vllm_config)
     num_bytes = max(config.buffer_bytes, min(wanted, _MOST_BYTES, affordable))
     return structs.replace(config, buffer_bytes=num_bytes)

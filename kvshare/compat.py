@@ -92,12 +92,41 @@ def cache_hit_source(name: str) -> Any:
 def most_blocks(manager: Any) -> list[tuple[int, int | None]]:
     """Return for each cache group of vLLM's KV cache manager the tokens per block, and the largest
     number of blocks that a request holds at a time; None if that depends only on its tokens."""
-    name = "max_admission_blocks_per_request"
     return [
-        # Before 0.31 the attribute was private.
-        (each.block_size, getattr(each, name, None) or option(each, f"_{name}"))
-        for each in manager.coordinator.single_type_managers
+        (each.block_size, _most_blocks(each)) for each in manager.coordinator.single_type_managers
     ]
+
+
+def _most_blocks(manager: Any) -> int | None:
+    """Return the most blocks that a request holds in one cache group; None: any number."""
+    spec = manager.kv_cache_spec
+    if option(spec, "mamba_cache_mode") == "align":
+        # As `MambaSpec.max_memory_usage_bytes` counts them.
+        extra = ("num_speculative_blocks", "num_prefill_checkpoint_blocks")
+        return 2 + sum(int(option(spec, name) or 0) for name in extra)
+    name = "max_admission_blocks_per_request"
+    # Before 0.31 the attribute was private.
+    found = getattr(manager, name, None) or option(manager, f"_{name}")
+    return None if found is None else int(found)
+
+
+def hands_over_states() -> bool:
+    """Return whether vLLM tells connectors which blocks hold states of recurrent layers."""
+    try:
+        from vllm.v1.core.sched.output import KVConnectorBlockState
+    except ImportError:
+        return False
+    return "boundary_state_offloads" in KVConnectorBlockState.__dataclass_fields__
+
+
+def states_of_step(output: Any) -> dict[str, list[tuple[int, int, int]]]:
+    """Return the states that vLLM hands over with a step's `SchedulerOutput`.
+
+    For each request: (cache group, block, tokens). After the step's forward pass, and until the
+    next one, the block holds the group's state after exactly these tokens of the request.
+    """
+    state = option(output, "kv_connector_block_state")
+    return dict(option(state, "boundary_state_offloads") or {})
 
 
 def repacks_blocks() -> bool:

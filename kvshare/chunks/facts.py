@@ -19,12 +19,14 @@ from ecshare.store.keys import Kind
 from kvshare.chunks.layers import (
     LayerSet,
     block_bytes,
+    has_states,
     layer_sets_of,
     own_tp_size,
     readable_tp_sizes,
     shard_names_of,
+    state_names_of,
 )
-from kvshare.chunks.prefix import Grid, HashFunction
+from kvshare.chunks.prefix import Chunk, Grid, HashFunction
 from kvshare.chunks.slabs import SlabBytes, slab_sizes
 from kvshare.compat import cpu_attention_kernel, device_name, layout_generation, repacks_blocks
 
@@ -63,10 +65,29 @@ class KVFacts:
     """vLLM's name for hits in this kind of store."""
     max_steps_in_flight: int | None = 1
     """See `IdleSteps`."""
+    state_names: tuple[str, ...] = ()
+    """The names of a state's objects; empty: the model has no recurrent layers."""
+
+    def names_of(self, chunk: Chunk, tp_size: int) -> tuple[str, ...]:
+        """Return the names of the objects of `chunk` that engines of `tp_size` store."""
+        return self.state_names if chunk.is_state else self.shard_names[tp_size]
 
     def chunk_bytes(self, num_blocks: int) -> int:
         """Return how much memory a rank needs at most to save a chunk of so many blocks."""
-        return sum(self.slab_bytes(each.number, num_blocks) for each in self.layer_sets)
+        attention = (each for each in self.layer_sets if not each.is_recurrent)
+        return sum(self.slab_bytes(each.number, num_blocks) for each in attention)
+
+    @property
+    def state_bytes(self) -> int:
+        """How much memory a rank needs at most to save a state; 0: the model has none."""
+        recurrent = (each for each in self.layer_sets if each.is_recurrent)
+        return sum(self.slab_bytes(each.number, 1) for each in recurrent)
+
+    @property
+    def state_tokens(self) -> int:
+        """The number of tokens whose chunks are as many bytes as a state."""
+        chunk_bytes = self.chunk_bytes(self.grid.chunk_blocks)
+        return -(-self.state_bytes * self.grid.chunk_tokens // max(1, chunk_bytes))
 
 
 def kv_facts(
@@ -84,12 +105,14 @@ def kv_facts(
     assert role is not None  # otherwise vLLM does not create the connector
     chunk_blocks = config.chunk_blocks(cache.block_size) if can_share else 1
     sets = layer_sets_of(vllm_config, kv_cache_config) if can_share else ()
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    tp_size, tp_sizes = own_tp_size(sets, ranks), readable_tp_sizes(sets, ranks)
     return KVFacts(
         namespace="",
-        grid=Grid(cache.block_size, chunk_blocks, tails=config.tails),
+        grid=Grid(cache.block_size, chunk_blocks, tails=config.tails, has_states=has_states(sets)),
         layer_sets=sets,
-        tp_size=own_tp_size(sets, vllm_config.parallel_config.tensor_parallel_size),
-        shard_names={each: shard_names_of(sets, each) for each in readable_tp_sizes(sets)},
+        tp_size=tp_size,
+        shard_names={each: shard_names_of(sets, each) for each in tp_sizes},
         slab_bytes=slab_sizes([block_bytes(kv_cache_config, each) for each in sets]),
         hash_function=get_hash_fn_by_name(cache.prefix_caching_hash_algo),
         saves=role.is_kv_producer and can_share,
@@ -97,6 +120,7 @@ def kv_facts(
         numbers_media=names_media_by_request(vllm_config),
         store_source="disk" if config.folder else UNSPECIFIED_SOURCE,
         max_steps_in_flight=max_steps_in_flight(vllm_config),
+        state_names=state_names_of(sets, tp_size),
     )
 
 

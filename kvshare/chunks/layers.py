@@ -8,6 +8,8 @@ equally far. A chunk of KV is stored as one object per layer set and shard of th
 Layers with full attention need all tokens of a prefix, and vLLM keeps all their blocks. Layers with
 an attention window need only the last tokens of a prefix, and vLLM frees the blocks before those.
 For such layers a chunk holds only the blocks that a prefix which ends in it, or later, can need.
+
+The states of recurrent layers are stored apart from chunks: see `state_of` in prefix.py.
 """
 
 import logging
@@ -22,6 +24,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheSpec,
     KVQuantMode,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -40,6 +43,7 @@ from kvshare.chunks.shards import (
     stored_tp_size,
     stored_tp_sizes,
 )
+from kvshare.chunks.states import objects_of, state_facts, state_refusal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -114,6 +118,17 @@ class LayerSet:
     """KV heads of one rank."""
     total_heads: int
     """KV heads of all ranks together."""
+    state: str = ""
+    """For recurrent layers: what their state consists of. A rank's part counts as one head."""
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether the layers keep states, which are stored apart from chunks."""
+        return bool(self.state)
+
+    def is_in(self, chunk: Chunk) -> bool:
+        """Return whether `chunk` contains blocks of these layers."""
+        return chunk.is_state == self.is_recurrent
 
     def shard_name(self, shard: int, tp_size: int) -> str:
         """Return the name of a shard that engines of `tp_size` store; see shards.py."""
@@ -150,7 +165,7 @@ class LayerSet:
     @property
     def facts(self) -> list[Any]:
         """The facts that must agree between engines that share this layer set, as JSON values."""
-        return [str(self.window), len(self.layers), self.total_heads]
+        return [self.state or str(self.window), len(self.layers), self.total_heads]
 
 
 def refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str | None:
@@ -205,6 +220,8 @@ def _layer_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") 
         why_not = _spec_refusal(spec, cache.block_size)
         if why_not is not None:
             return why_not
+    if all(isinstance(spec, MambaSpec) for spec in specs):
+        return "the model has recurrent layers only"
     for group in kv_cache_config.kv_cache_groups:
         if len({_likeness(spec) for _, spec in _layers(group)}) > 1:
             # Only workers see this: the scheduler process gets the spec of one layer per group.
@@ -223,6 +240,8 @@ def _layer_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") 
 
 
 def _spec_refusal(spec: KVCacheSpec, block_tokens: int) -> str | None:
+    if type(spec) is MambaSpec:
+        return state_refusal(spec, block_tokens)
     if type(spec) not in _SPECS or not isinstance(spec, AttentionSpec):
         return f"a KV cache of type {type(spec).__name__} is not supported"
     if spec.kv_quant_mode not in _QUANTIZATIONS or spec.tokens_per_state != 1:
@@ -286,34 +305,69 @@ def layer_sets(
     model: layers without a window come first, then by window, then by shape.
     """
     members: dict[tuple[Any, ...], list[tuple[str, int]]] = {}
+    specs: dict[tuple[Any, ...], KVCacheSpec] = {}
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
         for name, spec in _layers(group):
             members.setdefault(_likeness(spec), []).append((name, group_id))
-    sets = []
-    for number, likeness in enumerate(sorted(members)):
-        groups = tuple(sorted({group_id for _, group_id in members[likeness]}))
-        layers = tuple(
-            (name, groups.index(group_id))
-            for name, group_id in sorted(members[likeness], key=lambda layer: _by_number(layer[0]))
-        )
-        sliding_tokens, chunk_tokens, is_replicated, num_heads, *_ = likeness
-        window = AttentionWindow(sliding_tokens or None, chunk_tokens or None)
-        if is_replicated:
-            total_heads = num_heads
+            specs[_likeness(spec)] = spec
+    sets: list[LayerSet] = []
+    for likeness in sorted(members):
+        spec = specs[likeness]
+        layers = sorted(members[likeness], key=lambda layer: _by_number(layer[0]))
+        if isinstance(spec, MambaSpec):
+            for part in objects_of(layers, spec.state_content_size_bytes):
+                sets.append(_state_set(len(sets), part, spec, tp_size))
         else:
-            total_heads = num_heads * tp_size
-            if num_heads == 1:  # with more ranks than heads, several ranks hold the same head
-                total_heads = min(total_heads, max(1, model_heads))
-        sets.append(LayerSet(number, groups, layers, window, num_heads, total_heads))
+            sets.append(_attention_set(len(sets), layers, spec, tp_size, model_heads))
     return tuple(sets)
 
 
+def _attention_set(
+    number: int,
+    layers: Sequence[tuple[str, int]],
+    spec: KVCacheSpec,
+    tp_size: int,
+    model_heads: int,
+) -> LayerSet:
+    """Return a layer set of `layers`, each with its name and cache group."""
+    assert isinstance(spec, AttentionSpec)
+    num_heads = total_heads = spec.num_heads
+    if not isinstance(spec, MLAAttentionSpec):  # with MLA, every rank has all of it
+        total_heads = num_heads * tp_size
+        if num_heads == 1:  # with more ranks than heads, several ranks hold the same head
+            total_heads = min(total_heads, max(1, model_heads))
+    return LayerSet(number, *_by_group(layers), AttentionWindow.of(spec), num_heads, total_heads)
+
+
+def _state_set(
+    number: int, layers: Sequence[tuple[str, int]], spec: MambaSpec, tp_size: int
+) -> LayerSet:
+    """Return a layer set of recurrent `layers`; see `_attention_set`."""
+    total = 1 if option(spec, "tp_replicated") else tp_size
+    window = AttentionWindow()
+    return LayerSet(number, *_by_group(layers), window, 1, total, state_facts(spec))
+
+
+def _by_group(
+    layers: Sequence[tuple[str, int]],
+) -> tuple[tuple[int, ...], tuple[tuple[str, int], ...]]:
+    """Return the cache groups of `layers`, and each layer with the index of its group in these."""
+    groups = tuple(sorted({group_id for _, group_id in layers}))
+    return groups, tuple((name, groups.index(group_id)) for name, group_id in layers)
+
+
 def block_bytes(kv_cache_config: "KVCacheConfig", layer_set: LayerSet) -> int:
-    """Return the bytes of one block on one rank, in all layers of the set together."""
+    """Return the bytes that are stored of one block on one rank, in all layers of the set."""
     specs = {
         name: spec for group in kv_cache_config.kv_cache_groups for name, spec in _layers(group)
     }
-    return sum(specs[name].page_size_bytes for name, _ in layer_set.layers)
+    return sum(_stored_bytes(specs[name]) for name, _ in layer_set.layers)
+
+
+def _stored_bytes(spec: KVCacheSpec) -> int:
+    if isinstance(spec, MambaSpec):
+        return int(spec.state_content_size_bytes)  # the rest of its page is padding
+    return int(spec.page_size_bytes)
 
 
 def cache_dtypes(kv_cache_config: "KVCacheConfig") -> set[Any]:
@@ -324,11 +378,13 @@ def cache_dtypes(kv_cache_config: "KVCacheConfig") -> set[Any]:
 
 def _likeness(spec: KVCacheSpec) -> tuple[Any, ...]:
     """Return a value that is equal for two layers exactly if they belong to one layer set."""
+    if isinstance(spec, MambaSpec):  # after all attention layers
+        return (True, bool(option(spec, "tp_replicated")), state_facts(spec))
     window = AttentionWindow.of(spec)
     assert isinstance(spec, _SPECS)
     is_replicated = isinstance(spec, MLAAttentionSpec)
     shape = (spec.num_heads, spec.page_size_bytes, str(spec.dtype))
-    return (window.sliding_tokens or 0, window.chunk_tokens or 0, is_replicated, *shape)
+    return (False, window.sliding_tokens or 0, window.chunk_tokens or 0, is_replicated, *shape)
 
 
 def _by_number(name: str) -> list[tuple[str, int]]:
@@ -351,14 +407,34 @@ def _context_parallel_size(parallel: object) -> int:
 
 def shard_names_of(sets: Sequence[LayerSet], tp_size: int) -> tuple[str, ...]:
     """Return the names of all shards of a chunk that engines of `tp_size` store."""
-    return tuple(part for layer_set in sets for part in layer_set.shard_names(tp_size))
+    return _names(sets, tp_size, of_states=False)
+
+
+def state_names_of(sets: Sequence[LayerSet], tp_size: int) -> tuple[str, ...]:
+    """Return the names of all objects of a state that engines of `tp_size` store."""
+    return _names(sets, tp_size, of_states=True)
+
+
+def _names(sets: Sequence[LayerSet], tp_size: int, *, of_states: bool) -> tuple[str, ...]:
+    wanted = (each for each in sets if each.is_recurrent == of_states)
+    return tuple(part for layer_set in wanted for part in layer_set.shard_names(tp_size))
 
 
 def own_tp_size(sets: Sequence[LayerSet], tp_size: int) -> int:
     """Return the size in which an engine of `tp_size` stores chunks; see shards.py."""
+    if has_states(sets):
+        return tp_size
     return stored_tp_size(tp_size, [each.total_heads for each in sets])
 
 
-def readable_tp_sizes(sets: Sequence[LayerSet]) -> tuple[int, ...]:
-    """Return the tensor-parallel sizes in which chunks can be stored; any engine can read all."""
+def readable_tp_sizes(sets: Sequence[LayerSet], tp_size: int) -> tuple[int, ...]:
+    """Return the tensor-parallel sizes in which chunks can be stored that an engine of `tp_size`
+    can read: any, but the parts of a state are not divided between ranks in another way."""
+    if has_states(sets):
+        return (tp_size,)
     return stored_tp_sizes([each.total_heads for each in sets])
+
+
+def has_states(sets: Sequence[LayerSet]) -> bool:
+    """Return whether the model has recurrent layers."""
+    return any(each.is_recurrent for each in sets)

@@ -8,6 +8,9 @@ A chunk is a run of consecutive blocks of a request that begins at a multiple of
     tail    a prompt's last, partly filled block, wherever it lies; its very last token does not
             count, since the reader computes that one itself
 
+If the model has recurrent layers, a prefix that is loaded must end with their state. So the state
+after the last token of a chunk is stored too, for some chunks, and there are no tails.
+
 Whole and partial chunks are named by vLLM's own chained hash of their last block. vLLM's hashes
 cover the tokens, all tokens before them, the media, the name of the LoRA adapter and the
 cache_salt; we append a fingerprint of the adapter's contents (see `adapters`). So equal names mean
@@ -28,6 +31,9 @@ from kvshare.config import Tails
 ChunkKey = NewType("ChunkKey", bytes)
 HashFunction = Callable[[Any], bytes]
 
+# Appended to the name of a chunk. No chunk has a name of that length.
+_STATE = b"state"
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -38,6 +44,8 @@ class Chunk:
     num_blocks: int
     start_tokens: int
     num_tokens: int
+    is_state: bool = False
+    """Whether it is the state of recurrent layers at the end of this block."""
 
     @property
     def end_tokens(self) -> int:
@@ -55,9 +63,13 @@ class Grid:
     """Fingerprint of the request's LoRA adapter, appended to each name."""
     tails: Tails = "always"
     """The option `tails`: for which prompts the tail is stored."""
+    has_states: bool = False
+    """Whether a prefix that is loaded must end with the state of recurrent layers."""
 
     def has_tail(self, request: Request) -> bool:
         """Return whether `tails` allows the tail of the prompt, if any, to be stored and loaded."""
+        if self.has_states:
+            return False
         return self.tails == "always" or (self.tails == "salted" and bool(request.cache_salt))
 
     @property
@@ -75,6 +87,24 @@ class Grid:
             first_block * self.block_tokens,
             num_blocks * self.block_tokens,
         )
+
+    def state_of(self, chunk: Chunk) -> Chunk:
+        """Return the state of recurrent layers at the end of a whole or partial chunk."""
+        first_block = chunk.first_block + chunk.num_blocks - 1
+        return Chunk(
+            ChunkKey(chunk.key + _STATE),
+            first_block,
+            1,
+            first_block * self.block_tokens,
+            self.block_tokens,
+            is_state=True,
+        )
+
+    def with_state(self, chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
+        """Return `chunks`, the first ones of a request, with all that is needed to load them."""
+        if not self.has_states or not chunks:
+            return tuple(chunks)
+        return (*chunks, self.state_of(chunks[-1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +161,10 @@ def tail_of(request: Request, grid: Grid) -> Tail | None:
 
 
 def stored_tokens(request: Request, grid: Grid) -> int:
-    """Return how many tokens of the prompt an engine stores once it has computed all of them."""
+    """Return how many tokens of the prompt an engine stores once it has computed all of them, and
+    another one can load."""
+    if grid.has_states:
+        return (request.num_prompt_tokens - 1) // grid.block_tokens * grid.block_tokens
     full_tokens = request.num_prompt_tokens // grid.block_tokens * grid.block_tokens
     return min(
         request.num_prompt_tokens if grid.has_tail(request) else full_tokens,
@@ -160,7 +193,11 @@ class Prefix:
         """
         is_prompt_alone = request.num_tokens == request.num_prompt_tokens
         tail = tail_of(request, grid) if is_prompt_alone else None
-        return cls(grid, tuple(request.block_hashes), tail)
+        hashes = tuple(request.block_hashes)
+        if grid.has_states:
+            # The last token is computed in any case, on top of the state before it.
+            hashes = hashes[: (request.num_tokens - 1) // grid.block_tokens]
+        return cls(grid, hashes, tail)
 
     @property
     def num_blocks(self) -> int:
@@ -221,7 +258,8 @@ def covered_tokens(request: Request, chunks: Sequence[Chunk]) -> int:
 
 
 def prompt_chunks(request: Request, grid: Grid, hash_function: HashFunction) -> tuple[Chunk, ...]:
-    """Return all chunks of a prompt, its tail included. O(chunks)."""
-    hashes = tuple(request.block_hashes[: request.num_prompt_tokens // grid.block_tokens])
+    """Return all chunks of a prompt that another request can load, its tail included. O(chunks)."""
+    num_tokens = request.num_prompt_tokens - grid.has_states
+    hashes = tuple(request.block_hashes[: num_tokens // grid.block_tokens])
     prefix = Prefix(grid, hashes, tail_of(request, grid))
     return tuple(prefix.chunks(0, hash_function))

@@ -67,11 +67,15 @@ class HandOver:
         """Return how many tokens of the prompt are stored or being saved."""
         request = progress.request
         is_whole = progress.saved_prompt_tokens == request.num_prompt_tokens
-        if is_whole and progress.num_lost_before == self.num_lost and not progress.has_gap:
+        is_sure = is_whole and progress.num_lost_before == self.num_lost and not progress.has_gap
+        if is_sure and not grid.has_states:  # a state may be missing: there was no memory for it
             return stored_tokens(request, grid)
         # Some of it was not saved, or a save has failed, perhaps of a chunk of this prompt.
         chunks = prompt_chunks(request, grid, self._facts.hash_function)
         ordered = list(takewhile(lambda chunk: chunk.key in self._stored, chunks))
+        if grid.has_states:
+            while ordered and grid.state_of(ordered[-1]).key not in self._stored:
+                ordered.pop()
         return min(ordered[-1].end_tokens, request.num_prompt_tokens - 1) if ordered else 0
 
     def _give_up_rest(self, request: Request, grid: Grid, num_tokens: int) -> None:

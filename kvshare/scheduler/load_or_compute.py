@@ -175,12 +175,15 @@ class Steps:
 
 
 class _Run(NamedTuple):
-    """Consecutive chunks in one tier."""
+    """Consecutive chunks in one tier, or the state of recurrent layers."""
 
     tier: Tier
     end: int
     """The number of the chunk after it."""
     num_tokens: int
+    """The number of tokens that need not be computed with it; 0 for a state."""
+    moved_tokens: int
+    """The number of tokens whose chunks are as many bytes."""
 
 
 class LoadOrCompute:
@@ -193,9 +196,11 @@ class LoadOrCompute:
     Ownership: vLLM's scheduler thread.
     """
 
-    def __init__(self, clock_s: Callable[[], float]) -> None:
-        """Begin without measurements. `clock_s`: monotonic seconds."""
+    def __init__(self, clock_s: Callable[[], float], state_tokens: int = 0) -> None:
+        """Begin without measurements. `clock_s`: monotonic seconds. `state_tokens`: the number of
+        tokens whose chunks are as many bytes as a state of the model's recurrent layers."""
         self._clock_s = clock_s
+        self._state_tokens = state_tokens
         self.steps = Steps(clock_s)
         self._loads = {tier: LoadTimes(clock_s) for tier in Tier}
         self._tried_s = dict.fromkeys(Tier, -inf)
@@ -210,19 +215,23 @@ class LoadOrCompute:
         return int(_ROUNDS_S / pace) if pace else 0
 
     def loaded(
-        self, chunks: Sequence[Chunk], tiers: Tiers, start_tokens: int, seconds: float
+        self,
+        chunks: Sequence[Chunk],
+        tiers: Tiers,
+        start_tokens: int,
+        seconds: float,
     ) -> None:
         """Record that these chunks were loaded, from `start_tokens` on, in `seconds`.
 
         `tiers`: of the chunks that were looked up; if it is empty, nothing is recorded. If some
         chunks came from the store, the time counts only for those.
         """
-        runs = _runs(chunks, tiers, start_tokens) if tiers else []
+        runs = self._runs(chunks, tiers, start_tokens) if tiers else []
         if not runs:
             return
         tier = Tier.STORE if any(run.tier is Tier.STORE for run in runs) else Tier.HOST
         self._tried_s[tier] = self._clock_s()
-        self._loads[tier].add(sum(run.num_tokens for run in runs if run.tier is tier), seconds)
+        self._loads[tier].add(sum(run.moved_tokens for run in runs if run.tier is tier), seconds)
 
     def num_worth_loading(
         self,
@@ -234,11 +243,12 @@ class LoadOrCompute:
     ) -> int:
         """Return how many of `chunks`, the first ones, to load after `start_tokens`. O(chunks).
 
-        `under_way`: the loads from the store in flight. `num_ahead`: returns how many tokens the
-        engine computes before it reaches this request, while the load runs. It is called only if
-        loading seems to be slower than computing.
+        If they end with a state, it is all or none of them. `under_way`: the loads from the store
+        in flight; a state counts as `state_tokens`. `num_ahead`: returns how many tokens the engine
+        computes before it reaches this request, while the load runs. It is called only if loading
+        seems to be slower than computing.
         """
-        runs = _runs(chunks, tiers, start_tokens)
+        runs = self._runs(chunks, tiers, start_tokens)
         if not runs:
             return 0
         most = self._most(chunks, tiers, start_tokens, is_alone=not under_way)
@@ -246,13 +256,31 @@ class LoadOrCompute:
         lines = self._lines(delay_s)
         compute_s = self.steps.pace.s_per_token
         if compute_s is None:
-            return min(most, _num_fast(chunks, runs, lines, start_tokens))
+            return _all_or_none(chunks, min(most, _num_fast(chunks, runs, lines, start_tokens)))
         best = _best(runs, lines, compute_s, 0.0)
         if best < len(chunks):
             best = _best(runs, lines, compute_s, num_ahead() * compute_s)
         if best < len(chunks):
             best = max(best, self._probe(chunks, tiers, start_tokens, best, is_late=delay_s > 0))
-        return min(best, most)
+        return _all_or_none(chunks, min(best, most))
+
+    def _runs(self, chunks: Sequence[Chunk], tiers: Tiers, start_tokens: int) -> list[_Run]:
+        """Return the runs of consecutive chunks in one tier, in order, and that of the state.
+
+        Runs that end before `start_tokens` are omitted: the local hit may have grown since the
+        look-up.
+        """
+        runs, end = [], 0
+        attention = [chunk for chunk in chunks if not chunk.is_state]
+        for tier, group in groupby(_filled(attention, tiers)):
+            first, end = end, end + len(list(group))
+            num_tokens = chunks[end - 1].end_tokens - max(start_tokens, chunks[first].start_tokens)
+            if num_tokens > 0:
+                runs.append(_Run(tier, end, num_tokens, num_tokens))
+        if runs and chunks[-1].is_state:
+            tier = tiers.get(chunks[-1].key, Tier.STORE)
+            runs.append(_Run(tier, len(chunks), 0, self._state_tokens))
+        return runs
 
     def _delay_s(self, under_way: Sequence[UnderWay]) -> float:
         """Return the largest delay of a load from the store in flight, beyond its expected time.
@@ -282,6 +310,8 @@ class LoadOrCompute:
         first = tier_of_each.index(Tier.STORE)
         if not is_alone:
             return first
+        if chunks[-1].is_state:
+            return len(chunks)
         return first + max(1, _num_within(_FIRST_TOKENS, chunks[first:], start_tokens))
 
     def _probe(
@@ -299,6 +329,8 @@ class LoadOrCompute:
         if is_waiting or now_s - self._tried_s[tier] < _PROBE_EVERY_S:
             return 0
         self._tried_s[tier] = now_s  # set at once, so that no other request probes meanwhile
+        if chunks[-1].is_state:
+            return len(chunks)
         num_tokens = (self._loads[tier].line or _AT_ONCE).num_tokens(_PROBE_S)
         return first + max(1, _num_within(num_tokens, chunks[first:], start_tokens))
 
@@ -308,12 +340,16 @@ def _best(
 ) -> int:
     """Return the number of chunks to load for which the hit is ready first; the largest if equal.
 
-    Only ends of runs are tried, because times within a run are proportional to tokens.
+    Only ends of runs are tried, because times within a run are proportional to tokens. With a
+    state, that is the last run, only the end of all is tried.
     """
     left = sum(run.num_tokens for run in runs)
     best = ahead_s + left * compute_s, 0
+    needs_all = not runs[-1].num_tokens
     for run, load_s in zip(runs, _load_times(runs, lines), strict=True):
         left -= run.num_tokens
+        if needs_all and run is not runs[-1]:
+            continue
         ready_s = max(ahead_s, load_s) + left * compute_s
         if ready_s <= best[0]:
             best = ready_s, run.end
@@ -329,7 +365,7 @@ def _load_times(runs: Sequence[_Run], lines: Mapping[Tier, Line]) -> Iterator[fl
     for run in runs:
         line = lines[run.tier]
         latency_s = max(latency_s, line.latency_s)
-        moving_s += run.num_tokens * line.s_per_token
+        moving_s += run.moved_tokens * line.s_per_token
         yield latency_s + moving_s
 
 
@@ -344,9 +380,11 @@ def _num_fast(
     first, left_s = 0, _SLOW_S
     for run in runs:
         line = lines[run.tier]
-        if line.seconds(run.num_tokens) > left_s:
+        if line.seconds(run.moved_tokens) > left_s:
+            if not run.num_tokens:
+                return first
             return first + _num_within(line.num_tokens(left_s), chunks[first:], start_tokens)
-        first, left_s = run.end, left_s - line.seconds(run.num_tokens)
+        first, left_s = run.end, left_s - line.seconds(run.moved_tokens)
     return first
 
 
@@ -359,18 +397,9 @@ def _num_within(num_tokens: float, chunks: Sequence[Chunk], start_tokens: int) -
     return bisect_right([chunk.end_tokens - first_token for chunk in chunks], num_tokens)
 
 
-def _runs(chunks: Sequence[Chunk], tiers: Tiers, start_tokens: int) -> list[_Run]:
-    """Return the runs of consecutive chunks in one tier, in order.
-
-    Runs that end before `start_tokens` are omitted: the local hit may have grown since the look-up.
-    """
-    runs, end = [], 0
-    for tier, group in groupby(_filled(chunks, tiers)):
-        first, end = end, end + len(list(group))
-        num_tokens = chunks[end - 1].end_tokens - max(start_tokens, chunks[first].start_tokens)
-        if num_tokens > 0:
-            runs.append(_Run(tier, end, num_tokens))
-    return runs
+def _all_or_none(chunks: Sequence[Chunk], num: int) -> int:
+    """Return `num`, or 0 if it leaves out the state that `chunks` end with."""
+    return 0 if chunks[-1].is_state and num < len(chunks) else num
 
 
 def _filled(chunks: Sequence[Chunk], tiers: Tiers) -> list[Tier]:

@@ -177,9 +177,9 @@ class LoadPlan:
 
     def under_way(self) -> list[UnderWay]:
         """Return the loads from the store that are under way."""
-        now_s = self._clock_s()
+        now_s, state_tokens = self._clock_s(), self._facts.state_tokens
         loads = (each for each in self._loading.values() if Tier.STORE in each.tiers.values())
-        return [(each.num_tokens, now_s - each.begun_s) for each in loads]
+        return [(each.num_tokens + state_tokens, now_s - each.begun_s) for each in loads]
 
     def hit_sources(self, request_id: str, num_tokens: int) -> dict[str, int]:
         """Return the sources of `num_tokens` that were just allocated, with the number from each.

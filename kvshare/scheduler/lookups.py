@@ -81,7 +81,7 @@ class PrefixLookup:
     @property
     def num_missing_blocks(self) -> int:
         """The number of blocks of the look-up that are not known to be stored."""
-        found = sum(chunk.num_blocks for chunk in self.found)
+        found = sum(chunk.num_blocks for chunk in self.found if not chunk.is_state)
         if self.found:
             found -= self.start_block - self.found[0].first_block
         return self.prefix.num_blocks - self.start_block - found
@@ -163,9 +163,8 @@ class Lookups:
             return ()
         start_block = num_computed_tokens // prefix.grid.block_tokens
         chunks = prefix.chunks(start_block, self._facts.hash_function)
-        return tuple(
-            takewhile(lambda chunk: covered_tokens(request, [chunk]) <= num_tokens, chunks)
-        )
+        announced = takewhile(lambda chunk: covered_tokens(request, [chunk]) <= num_tokens, chunks)
+        return prefix.grid.with_state(tuple(announced))
 
     def advance(self, lookup: PrefixLookup) -> None:
         """Continue the look-up: ask, take the result, or give up."""
@@ -209,9 +208,10 @@ class Lookups:
         if prefix.num_whole - first > _MOST_HOST_CACHE_CHUNKS:
             return None
         # Ask for the last chunk first: most prompts end with new tokens.
-        if not self._are_in_host_cache([last_chunk(prefix, hash_function)], tp_size):
+        last = prefix.grid.with_state([last_chunk(prefix, hash_function)])
+        if not self._are_in_host_cache(last, tp_size):
             return None
-        chunks = tuple(prefix.chunks(start_block, hash_function))
+        chunks = prefix.grid.with_state(tuple(prefix.chunks(start_block, hash_function)))
         most = max(1, _HOST_CACHE_KEYS // len(self._facts.shard_names[tp_size]))
         asked = [chunks[number] for number in spread(0, len(chunks) - 1, most)]
         if not self._are_in_host_cache(asked, tp_size):
@@ -220,8 +220,7 @@ class Lookups:
         return StoredPrefix(chunks, (), tiers, {chunk.key: tp_size for chunk in chunks})
 
     def _are_in_host_cache(self, chunks: Sequence[Chunk], tp_size: int) -> bool:
-        names = self._facts.shard_names[tp_size]
-        keys = (key for chunk in chunks for key in _keys(self._facts, chunk, names))
+        keys = (key for chunk in chunks for key in _keys(self._facts, chunk, tp_size))
         return self._engine.has_in_memory(keys)
 
     def _answered(self, query: "_Query", done: Done[StoredPrefix]) -> None:
@@ -315,15 +314,54 @@ class _Query:
             except StopIteration as end:
                 found: StoredPrefix = end.value
                 break
-            tp_sizes |= yield from self._tp_sizes_of(chunks, self._tp_sizes, tiers)
-            answers = [chunk.key in tp_sizes for chunk in chunks]
+            ends = [chunk for chunk in chunks if self._must_end_with_state(chunk)]
+            states = [self._prefix.grid.state_of(chunk) for chunk in ends]
+            tp_sizes |= yield from self._tp_sizes_of([*chunks, *states], self._tp_sizes, tiers)
+            useless = {
+                chunk.key
+                for chunk, state in zip(ends, states, strict=True)
+                if state.key not in tp_sizes
+            }
+            answers = [chunk.key in tp_sizes and chunk.key not in useless for chunk in chunks]
         unclear = infer_tp_sizes(found.chunks, tp_sizes)
         if unclear:
             tp_sizes |= yield from self._tp_sizes_of(unclear, self._tp_sizes[:-1], tiers)
             for chunk in unclear:
                 # It should be stored in some size, as its neighbours are. If not, the load fails.
                 tp_sizes.setdefault(chunk.key, self._tp_sizes[-1])
-        return replace(found.in_tp_sizes(tp_sizes), tiers=tiers)
+        found = found.in_tp_sizes(tp_sizes)
+        if self._prefix.grid.has_states:
+            found = yield from self._up_to_last_state(found, tp_sizes, tiers)
+        # A chunk that is of no use without its state may be stored.
+        missing = tuple(key for key in found.missing if key not in tp_sizes)
+        return replace(found, missing=missing, tiers=tiers)
+
+    def _must_end_with_state(self, chunk: Chunk) -> bool:
+        """Return whether `chunk` is of use only if the state at its end is stored too: no whole
+        chunk follows a partial one."""
+        return self._prefix.grid.has_states and chunk.num_tokens < self._prefix.grid.chunk_tokens
+
+    def _up_to_last_state(
+        self, found: StoredPrefix, tp_sizes: dict[ChunkKey, int], tiers: dict[ChunkKey, Tier]
+    ) -> LookupRounds[StoredPrefix]:
+        """Cut `found` after its last chunk with a stored state, and add that state.
+
+        States are stored for few chunks: the last chunks are asked for first.
+        """
+        state_of, most = self._prefix.grid.state_of, KEYS_A_ROUND // len(self._facts.state_names)
+        missing: list[ChunkKey] = []
+        chunks = list(found.chunks)
+        while chunks:
+            states = [state_of(chunk) for chunk in reversed(chunks[-max(1, most) :])]
+            if states[0].key not in tp_sizes:
+                tp_sizes |= yield from self._tp_sizes_of(states, self._tp_sizes, tiers)
+            for state in states:
+                if state.key in tp_sizes:
+                    found = replace(found, chunks=(*chunks, state), tp_sizes=tp_sizes)
+                    return replace(found, missing=(*found.missing, *missing))
+                missing.append(state.key)
+                chunks.pop()
+        return replace(found, chunks=(), missing=(*found.missing, *missing))
 
     def _tp_sizes_of(
         self, chunks: Sequence[Chunk], tp_sizes: tuple[int, ...], tiers: dict[ChunkKey, Tier]
@@ -334,15 +372,12 @@ class _Query:
         Otherwise ask for one shard of each chunk, not always the same one. If another shard is
         lost, the load notices it.
         """
-        names = [self._facts.shard_names[size] for size in tp_sizes]
-        is_little = len(chunks) * sum(map(len, names)) <= KEYS_A_ROUND
-        keys = [
-            [
-                _keys(self._facts, chunk, shards if is_little else (shards[number % len(shards)],))
-                for shards in names
+        keys = [[_keys(self._facts, chunk, size) for size in tp_sizes] for chunk in chunks]
+        if sum(len(shards) for by_size in keys for shards in by_size) > KEYS_A_ROUND:
+            keys = [
+                [[shards[number % len(shards)]] for shards in by_size]
+                for number, by_size in enumerate(keys)
             ]
-            for number, chunk in enumerate(chunks)
-        ]
         where = iter((yield [key for by_size in keys for shards in by_size for key in shards]))
         found: dict[ChunkKey, int] = {}
         for chunk, by_size in zip(chunks, keys, strict=True):
@@ -354,6 +389,7 @@ class _Query:
         return found
 
 
-def _keys(facts: KVFacts, chunk: Chunk, shard_names: Sequence[str]) -> list[Key]:
-    name = bytes(chunk.key)
-    return [object_key(Kind.KV, facts.namespace, name, shard) for shard in shard_names]
+def _keys(facts: KVFacts, chunk: Chunk, tp_size: int) -> list[Key]:
+    """Return the keys of all objects of `chunk` that engines of `tp_size` store."""
+    name, namespace = bytes(chunk.key), facts.namespace
+    return [object_key(Kind.KV, namespace, name, part) for part in facts.names_of(chunk, tp_size)]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Splits a chunk into pieces: one stored object for each layer set; pure."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvshare.chunks.layers import LayerSet
@@ -10,6 +10,9 @@ from kvshare.messages import Piece
 
 BlocksOfGroups = Sequence[Sequence[int]]
 """All blocks of a request, in order, in each of the engine's cache groups."""
+
+NULL_BLOCK = 0
+"""vLLM's placeholder in block tables. It belongs to no request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +26,20 @@ class Pieces:
         self, chunk: Chunk, block_ids: BlocksOfGroups, start_tokens: int, end_tokens: int
     ) -> Iterator[Piece]:
         """Yield the pieces of `chunk` to load for a request that has KV up to `start_tokens` and
-        will be computed from `end_tokens` on."""
+        will be computed from `end_tokens` on.
+
+        Raises:
+            ValueError: vLLM has given it no block for a state.
+        """
         end_block = min(_end_block(chunk), -(-end_tokens // self.block_tokens))
-        for layer_set in self.layer_sets:
+        for layer_set in self._layer_sets_in(chunk):
             needed_block = layer_set.window.first_needed(end_tokens) // self.block_tokens
             stored_block = layer_set.first_block(chunk, self.block_tokens)
             first = max(start_tokens // self.block_tokens, needed_block, stored_block)
             if first < end_block:
                 ids = _of_groups(layer_set, block_ids, first, end_block)
+                if chunk.is_state and (NULL_BLOCK,) in ids:
+                    raise ValueError(f"no block for the state at token {chunk.end_tokens}: {ids}")
                 yield self._piece(chunk, layer_set, ids, first - stored_block)
 
     def saved(self, chunk: Chunk, block_ids: BlocksOfGroups, step_tokens: int) -> list[Piece]:
@@ -40,13 +49,27 @@ class Pieces:
         window, vLLM may have freed the blocks that it does not need from there on.
         """
         pieces = []
-        for layer_set in self.layer_sets:
+        for layer_set in self._layer_sets_in(chunk):
             first = layer_set.first_block(chunk, self.block_tokens)
             if first < layer_set.window.first_needed(step_tokens) // self.block_tokens:
                 return []
             ids = _of_groups(layer_set, block_ids, first, _end_block(chunk))
             pieces.append(self._piece(chunk, layer_set, ids))
         return pieces
+
+    def saved_state(self, state: Chunk, block_of_group: Mapping[int, int]) -> list[Piece]:
+        """Return the pieces of `state` to store, in the block of each cache group; none if the
+        block of a group is not given."""
+        sets = list(self._layer_sets_in(state))
+        if not all(group in block_of_group for each in sets for group in each.groups):
+            return []
+        return [
+            self._piece(state, each, tuple((block_of_group[group],) for group in each.groups))
+            for each in sets
+        ]
+
+    def _layer_sets_in(self, chunk: Chunk) -> Iterator[LayerSet]:
+        return (each for each in self.layer_sets if each.is_in(chunk))
 
     def _piece(
         self,

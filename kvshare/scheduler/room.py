@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits loads in engines with sliding windows, so that some request always has blocks to run."""
+"""Limits loads in engines with sliding windows or recurrent layers, so that some request always has
+blocks to run."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvshare.compat import most_blocks
+from kvshare.scheduler.pieces import NULL_BLOCK
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
-
-# vLLM's placeholder for blocks that a window has passed. It holds no KV.
-_NULL_BLOCK = 0
 
 
 class Room:
@@ -34,7 +33,7 @@ class Room:
         self._loading: dict[str, tuple[int, int]] = {}
 
     def bind(self, manager: "KVCacheManager") -> None:
-        """Use the KV cache manager `manager` from now on, if the engine has windows."""
+        """Use the KV cache manager `manager` from now on, if some layers keep few blocks."""
         self._limits = most_blocks(manager)
         if any(limit is not None for _, limit in self._limits):
             self._manager = manager
@@ -49,7 +48,7 @@ class Room:
     def take(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         """Record that `request` loads. `block_ids`: all its blocks, of each cache group."""
         if self._manager is not None:
-            held = sum(block != _NULL_BLOCK for ids in block_ids for block in ids)
+            held = sum(block != NULL_BLOCK for ids in block_ids for block in ids)
             self._loading[request.request_id] = self._needed(request), held
 
     def failed(self, request_id: str) -> None:

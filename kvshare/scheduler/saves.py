@@ -2,7 +2,7 @@
 """Plans what to save, and when."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import chain
@@ -58,6 +58,8 @@ class Progress:
     own_tokens: int = sys.maxsize
     """The KV up to this token was computed by this engine or loaded by this connector. The rest was
     loaded by another connector, or computed on top of that. See siblings.py."""
+    state_tokens: int = 0
+    """The token after which a state of recurrent layers was last stored."""
     awaits_sibling: bool = False
     """When it was last admitted, it had to wait for a load by another connector."""
 
@@ -90,6 +92,10 @@ class SavePlan:
     freed its blocks then: the order is sent with the next step, and carried out before that step
     can refill the blocks. A chunk is not saved if vLLM has freed some of its blocks earlier,
     because no layer of their group looks back so far.
+
+    States of recurrent layers are saved as vLLM hands them over: those at the end of a prompt, and
+    those at the end of a chunk that follow the last one by tokens whose chunks are as many bytes as
+    a state. So states take at most half of the store, apart from those at the ends of prompts.
 
     A prompt is saved as a whole: its first chunk is saved only if the workers have memory for all
     of it, which is then reserved. If a prompt needs more than they have in all, each chunk is saved
@@ -141,6 +147,50 @@ class SavePlan:
         progress.due_tokens = _due_tokens(progress, grid)
         return pieces
 
+    def states(
+        self, progress: Progress, handed_over: Iterable[tuple[int, int, int]]
+    ) -> Iterable[Piece]:
+        """Yield the pieces of states to save of those that vLLM hands over with this step, after
+        `computed`. `handed_over`: cache group, block and tokens of each.
+
+        A state that is not saved now is not saved at all: its block may be another one's then.
+        """
+        grid = self._adapters.grid_of(progress.adapter)
+        if grid is None:
+            return
+        ends: dict[int, dict[int, int]] = {}
+        for group, block, num_tokens in handed_over:
+            if not num_tokens % grid.block_tokens:
+                ends.setdefault(num_tokens, {})[group] = block
+        for num_tokens, block_of_group in sorted(ends.items()):
+            yield from self._save_state(progress, grid, num_tokens, block_of_group)
+
+    def _save_state(
+        self, progress: Progress, grid: Grid, num_tokens: int, block_of_group: Mapping[int, int]
+    ) -> Iterable[Piece]:
+        """Yield the pieces of the state after `num_tokens`, and of the chunk that ends there."""
+        hashes, end_block = progress.request.block_hashes, num_tokens // grid.block_tokens
+        if num_tokens > progress.limit.end_tokens or end_block > len(hashes):
+            return
+        num_before = progress.state_tokens if progress.state_tokens < num_tokens else 0
+        is_due = num_tokens - num_before >= self._facts.state_tokens
+        is_chunk_end = not num_tokens % grid.chunk_tokens
+        if not (is_chunk_end and is_due) and num_tokens not in _prompt_ends(progress, grid):
+            return
+        first_block = (end_block - 1) // grid.chunk_blocks * grid.chunk_blocks
+        chunk = grid.run(hashes, first_block, end_block)
+        if not is_chunk_end:
+            yield from self._save_part(progress, grid, end_block)
+        state = grid.state_of(chunk)
+        if progress.has_gap or chunk.key not in self._stored:
+            return
+        if state.key not in self._stored:
+            pieces = self._pieces.saved_state(state, block_of_group)
+            if not pieces or not self._admit(progress, state, pieces):
+                return
+            yield from pieces
+        progress.state_tokens = num_tokens
+
     def loaded(self, progress: Progress | None, chunks: Sequence[Chunk], num_sound: int) -> None:
         """Record that a load of these consecutive chunks has ended, with `num_sound` of them
         loaded. `progress`: None if its request has ended."""
@@ -152,6 +202,9 @@ class SavePlan:
         if progress is None:
             return
         grid, end = self._facts.grid, num_sound
+        if end and chunks[end - 1].is_state:
+            progress.state_tokens = chunks[end - 1].end_tokens
+            end -= 1
         # The last ones may be partial chunks: the whole chunk is not stored.
         while end and chunks[end - 1].num_tokens < grid.chunk_tokens:
             end -= 1
@@ -313,15 +366,22 @@ class SavePlan:
         if not pieces:
             self._stop(progress)
             return None
-        num_bytes = sum(self._facts.slab_bytes(each.layer_set, each.num_blocks) for each in pieces)
-        shards = self._facts.shard_names[self._facts.tp_size]
-        rest_bytes = self._rest_bytes(progress, chunk)
-        if not self._budget.admit(chunk.key, num_bytes, len(shards), progress, rest_bytes):
+        if not self._admit(progress, chunk, pieces):
             return None
-        self._stored.add(chunk.key)
         if self._events is not None:
             self._events.ordered(progress.request, chunk)
         return pieces
+
+    def _admit(self, progress: Progress, chunk: Chunk, pieces: Iterable[Piece]) -> bool:
+        """Reserve memory for `pieces` of `chunk`, which count as stored then; False: there is
+        none."""
+        num_bytes = sum(self._facts.slab_bytes(each.layer_set, each.num_blocks) for each in pieces)
+        num_objects = len(self._facts.names_of(chunk, self._facts.tp_size))
+        rest_bytes = self._rest_bytes(progress, chunk)
+        is_admitted = self._budget.admit(chunk.key, num_bytes, num_objects, progress, rest_bytes)
+        if is_admitted:
+            self._stored.add(chunk.key)
+        return is_admitted
 
     def _rest_bytes(self, progress: Progress, chunk: Chunk) -> int:
         """Return how much memory the chunks of the prompt after `chunk` need at most."""
@@ -332,7 +392,16 @@ class SavePlan:
         num_bytes = num_whole * chunk_bytes(grid.chunk_blocks)
         if num_blocks:  # the rest of the full blocks, and the tail
             num_bytes += chunk_bytes(num_blocks) + chunk_bytes(1)
+        if not chunk.is_state and num_tokens:
+            num_bytes += self._facts.state_bytes
         return num_bytes
+
+
+def _prompt_ends(progress: Progress, grid: Grid) -> tuple[int, int]:
+    """Return after how many tokens of the prompt a state is stored in any case: the most that the
+    same prompt can load, and the most that one that continues it can load."""
+    num_tokens, size = progress.request.num_prompt_tokens, grid.block_tokens
+    return (num_tokens - 1) // size * size, num_tokens // size * size
 
 
 def _due_tokens(progress: Progress, grid: Grid) -> int:

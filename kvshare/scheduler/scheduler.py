@@ -25,6 +25,7 @@ from kvshare.chunks.facts import KVFacts, kv_facts, kv_namespace
 from kvshare.chunks.layers import is_shareable
 from kvshare.chunks.prefix import ChunkKey, Grid, covered_tokens, is_mixed
 from kvshare.chunks.recent_keys import RecentKeys
+from kvshare.compat import states_of_step
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.messages import Orders, Piece, Report, is_prefilled_elsewhere
 from kvshare.scheduler.adapters import Adapter, Adapters
@@ -91,7 +92,9 @@ class KVScheduler:
         self._idle_steps = IdleSteps(facts.max_steps_in_flight)
         self._adapters = Adapters(engine, facts.grid, wait_s=config.wait_s, clock_s=clock_s)
         self._lookups = Lookups(config, facts, engine, stored, clock_s)
-        self._choice = LoadOrCompute(clock_s) if config.load == "if_faster" else None
+        self._choice = (
+            LoadOrCompute(clock_s, facts.state_tokens) if config.load == "if_faster" else None
+        )
         self._loads = LoadPlan(facts, pieces, clock_s)
         self._saves = SavePlan(facts, pieces, stored, self._adapters, events, budget, policy)
         self._hand_over = HandOver(facts, engine, self._adapters, stored, policy)
@@ -227,7 +230,11 @@ class KVScheduler:
         request, start_tokens = tracked.progress.request, tracked.start_tokens
         found, ahead = lookup.found, partial(self._num_ahead, request)
         num = self._choice.num_worth_loading(
-            found, lookup.tiers, start_tokens, self._loads.under_way(), ahead
+            found,
+            lookup.tiers,
+            start_tokens,
+            self._loads.under_way(),
+            ahead,
         )
         lookup.found = found[:num]
         if num < len(found):
@@ -446,7 +453,10 @@ class KVScheduler:
             tracked.loads_no_more |= not loading.is_whole
         if loading.is_whole and self._choice is not None:
             self._choice.loaded(
-                loading.chunks, loading.tiers, loading.start_tokens, loading.seconds
+                loading.chunks,
+                loading.tiers,
+                loading.start_tokens,
+                loading.seconds,
             )
 
     def _plan_saves(self, output: SchedulerOutput) -> Iterable[Piece]:
@@ -471,6 +481,11 @@ class KVScheduler:
                 progress.block_ids = [list(ids) for ids in new.block_ids]
                 end = new.num_computed_tokens + num_scheduled[new.req_id]
                 yield from self._saves.computed(progress, new.num_computed_tokens, end)
+        if not self._facts.grid.has_states:
+            return
+        for request_id, handed_over in states_of_step(output).items():
+            if request_id in tracked:
+                yield from self._saves.states(tracked[request_id].progress, handed_over)
 
 
 def _log_start(

@@ -89,7 +89,8 @@ class BlockCaches:
         ]
         self.device: torch.device = first.device
         self.dtype = dtype_name(first.dtype)
-        self._as_float8 = as_float8
+        self.as_float8 = as_float8
+        """Whether the store has 8-bit floats."""
         self._block_tokens = block_tokens
         _, self._kernel_blocks, self._num_heads, self._kernel_tokens, self._content = first.shape
         one_block = self._stored(self.spec(Piece(ChunkKey(b""), 1, block_tokens, ())))
@@ -142,7 +143,7 @@ class BlockCaches:
         return self._head_bytes * piece.num_blocks * self._num_stored_heads(piece)
 
     def _stored(self, spec: TensorSpec) -> TensorSpec:
-        return float8.stored_spec(spec) if self._as_float8 else spec
+        return float8.stored_spec(spec) if self.as_float8 else spec
 
     def can_use(self, stored: TensorSpec, piece: Piece) -> bool:
         """Return whether `stored` is an object of `piece` in a form that this engine can read.
@@ -173,7 +174,7 @@ class BlockCaches:
 
     def is_sound(self, stored: Tensor) -> bool:
         """Return whether the bytes of an object that `can_use` has accepted may go to blocks."""
-        return not self._as_float8 or float8.is_sound(stored)
+        return not self.as_float8 or float8.is_sound(stored)
 
     def layers_at(self, block_ids: Sequence[int]) -> list[tuple[str, int, Tensor]]:
         """Return for each layer its name, the block of its group in `block_ids`, and a view of that
@@ -235,7 +236,7 @@ class BlockCaches:
         runs = [list(_runs(ids)) for ids in piece.block_ids]
         for number, (cache, group) in enumerate(layers):
             rows = own[number]
-            if self._as_float8:
+            if self.as_float8:
                 rows = self._fill(torch.empty(self._in_cache(rows), dtype=cache.dtype), rows)
             _scatter(rows, cache, runs[group])
 
@@ -245,7 +246,7 @@ class BlockCaches:
 
     def _fill(self, blocks: Tensor, stored: Tensor) -> Tensor:
         """Write `stored` blocks to `blocks`, and return these: contiguous, of the cache's dtype."""
-        if self._as_float8:
+        if self.as_float8:
             float8.decode(stored, blocks)
         else:
             _bits(blocks)[...] = _bits(stored)

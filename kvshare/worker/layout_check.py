@@ -75,7 +75,7 @@ class LayoutCheck:
         }
         if untried:
             names = ", ".join(sorted(untried))
-            return BlockLayout(_digest(f"untried {names} vLLM {self.release}".encode()), names)
+            return BlockLayout(self.untried(names), names)
         before = [view.clone() for *_, view in found]
         try:
             widths = []
@@ -96,6 +96,10 @@ class LayoutCheck:
         # Only one head is hashed, so that the digest is equal for all tensor-parallel sizes.
         first = heads[:, 0].contiguous()
         return BlockLayout(_digest(first.view(torch.uint8).numpy().tobytes()))
+
+    def untried(self, name: str) -> str:
+        """Return the digest for kernels that cannot be tried: of their `name` and the release."""
+        return _digest(f"untried {name} vLLM {self.release}".encode())
 
     def _known(
         self, device: torch.device, number: int, num_tokens: int, name: str, width: int

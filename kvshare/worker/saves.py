@@ -43,16 +43,13 @@ class Saves:
         staging: Staging,
         shards: RankShards,
         reports: Reports,
-        *,
-        as_float8: bool,
     ) -> None:
-        """Save from `blocks`, those of each layer set. `as_float8`: the store has 8-bit floats."""
+        """Save from `blocks`, those of each layer set."""
         self._engine = engine
         self._blocks = blocks
         self._staging = staging
         self._shards = shards
         self._reports = reports
-        self._as_float8 = as_float8
         self._under_way: set[Key] = set()
         self._in_store = RecentKeys[str](monotonic)
         self._is_paused = False
@@ -76,8 +73,9 @@ class Saves:
             for number, blocks in enumerate(self._blocks):
                 own = [(each.piece, each.slab) for each in saves if each.piece.layer_set == number]
                 blocks.save(own)
-        if self._as_float8:
-            for save in saves:  # on the thread that stores the slab, once its bytes have arrived
+        for save in saves:
+            if self._blocks[save.piece.layer_set].as_float8:
+                # On the thread that stores the slab, once its bytes have arrived.
                 save.slab.finish = partial(float8.pack, save.slab, save.slab.finish)
         # In one call: if they were submitted one by one, the threads that store the first would
         # slow the copies of the rest, for which the step waits.

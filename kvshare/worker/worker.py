@@ -70,7 +70,9 @@ class CacheShape:
     @property
     def keeps_prefix(self) -> bool:
         """Whether vLLM can keep the blocks before a piece that failed; see `Loads`."""
-        return self.num_groups == 1 and all(each.window.is_full for each in self.layer_sets)
+        return self.num_groups == 1 and all(
+            each.window.is_full and not each.is_recurrent for each in self.layer_sets
+        )
 
 
 class KVWorker:
@@ -156,7 +158,6 @@ class KVWorker:
                 Staging(blocks[0].device, self._buffer_bytes(blocks, shape)),
                 shards,
                 self._reports,
-                as_float8=self._as_float8,
             )
         if self._may_load:
             buffer_bytes = max(_LOAD_BUFFER_BYTES, *(each.block_bytes for each in blocks))
@@ -177,14 +178,7 @@ class KVWorker:
             return ()
         try:
             blocks = [
-                BlockCaches(
-                    caches,
-                    layer_set,
-                    shape.num_blocks,
-                    shape.block_tokens,
-                    erase=shape.erase,
-                    as_float8=self._as_float8,
-                )
+                _block_caches(caches, layer_set, shape, as_float8=self._as_float8)
                 for layer_set in shape.layer_sets
             ]
         except ValueError as exc:
@@ -201,8 +195,11 @@ class KVWorker:
         if not is_gpu(blocks[0].device):
             return self._config.buffer_bytes
         # A chunk larger than `buffer_bytes` may be saved alone; on a GPU it needs pinned memory.
-        num_blocks = self._config.chunk_blocks(shape.block_tokens)
-        largest = num_blocks * max(each.block_bytes * each.num_layers for each in blocks)
+        chunk_blocks = self._config.chunk_blocks(shape.block_tokens)
+        largest = max(
+            (1 if layer_set.is_recurrent else chunk_blocks) * each.block_bytes * each.num_layers
+            for each, layer_set in zip(blocks, shape.layer_sets, strict=True)
+        )
         return max(self._config.buffer_bytes, PROLOGUE_BYTES + largest)
 
     def unregister(self) -> None:
@@ -326,9 +323,30 @@ class KVWorker:
         self._engine.close()
 
 
+def _block_caches(
+    caches: Mapping[str, Tensor], layer_set: LayerSet, shape: CacheShape, *, as_float8: bool
+) -> BlockCaches:
+    """Return the blocks of one layer set; see `BlockCaches`."""
+    if layer_set.is_recurrent:
+        # A state is opaque bytes: as if it were one token of one head.
+        return BlockCaches(caches, layer_set, shape.num_blocks, 1)
+    return BlockCaches(
+        caches,
+        layer_set,
+        shape.num_blocks,
+        shape.block_tokens,
+        erase=shape.erase,
+        as_float8=as_float8,
+    )
+
+
 def _learn_layouts(shape: CacheShape, blocks: Sequence[BlockCaches]) -> bool:
     """Set the layouts of `blocks`. False: they may not be shared; the log says why."""
     for each, layer_set in zip(blocks, shape.layer_sets, strict=True):
+        if layer_set.is_recurrent:
+            # Only a forward pass writes a state, so the kernels cannot be tried.
+            each.layout = shape.check.untried(layer_set.state)
+            continue
         # The last blocks, one for each cache group: groups may be one memory.
         block_ids = [shape.num_blocks - 1 - place for place, _ in enumerate(layer_set.groups)]
         try:

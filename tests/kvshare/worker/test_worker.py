@@ -288,7 +288,7 @@ def test_one_of_the_ranks_loading_an_object_backfills_it(
     slabs = staging.Staging(torch.device("cpu"), 1)
     for number in range(ranks):
         shards = RankShards([layer_set], Rank(number, ranks))
-        saves = Saves(engine, [], slabs, shards, Reports(Stats()), as_float8=False)
+        saves = Saves(engine, [], slabs, shards, Reports(Stats()))
         piece = Piece(A, 1, TOKENS, ((1,),), tp_size=stored_in)
         for key, part in shards.objects(NAMESPACE, piece):
             loaded.add(key)
