@@ -9,6 +9,7 @@ engines of several tensor-parallel sizes store KV, the size of each chunk must b
 announced chunks are looked up until they are stored.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,6 +34,8 @@ from kvshare.scheduler.search import (
     spread,
 )
 from kvshare.scheduler.tp_sizes import StoredTpSizes
+
+logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.005
 _LONGEST_PAUSE_S = 0.05
@@ -116,6 +119,7 @@ class Lookups:
         )
         # Requests with the same prompt share one query.
         self._asking: dict[_Query, list[PrefixLookup]] = {}
+        self._has_warned = False
 
     def start(
         self, request: Request, grid: Grid, num_computed_tokens: int, fewest_tokens: int = 0
@@ -156,6 +160,9 @@ class Lookups:
     ) -> tuple[Chunk, ...]:
         """Return the announced chunks, which need no look-up."""
         num_tokens = announced_tokens(request)
+        if prefix.grid.has_states and announced_tp_size(request) not in (0, self._facts.tp_size):
+            self._warn_of_other_states(announced_tp_size(request))
+            return ()
         # Less than a block is computed sooner than it arrives. The tokens that a preempted request
         # has generated were not announced.
         is_little = num_tokens - num_computed_tokens < prefix.grid.block_tokens
@@ -165,6 +172,18 @@ class Lookups:
         chunks = prefix.chunks(start_block, self._facts.hash_function)
         announced = takewhile(lambda chunk: covered_tokens(request, [chunk]) <= num_tokens, chunks)
         return prefix.grid.with_state(tuple(announced))
+
+    def _warn_of_other_states(self, tp_size: int) -> None:
+        """Log once that states of engines with another tensor-parallel size cannot be loaded."""
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "A prompt was announced by an engine of tensor-parallel size %d. States of "
+                "recurrent layers are shared only between engines of the same size, and this one "
+                "has %d: it computes such prompts.",
+                tp_size,
+                self._facts.tp_size,
+            )
 
     def advance(self, lookup: PrefixLookup) -> None:
         """Continue the look-up: ask, take the result, or give up."""

@@ -10,7 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PretrainedConfig
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
+from vllm.v1.core.sched.output import KVConnectorBlockState
 from vllm.v1.core.single_type_kv_cache_manager import (
     ChunkedLocalAttentionManager,
     SlidingWindowManager,
@@ -21,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVQuantMode,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -30,10 +33,14 @@ from ecshare.plugin.ranks import Rank
 from kvshare.chunks.layers import (
     AttentionWindow,
     LayerSet,
+    block_bytes,
     layer_sets,
     most_kv_heads,
+    own_tp_size,
+    readable_tp_sizes,
     refusal,
     shard_names_of,
+    state_names_of,
 )
 from kvshare.chunks.prefix import Chunk, ChunkKey
 
@@ -42,6 +49,14 @@ SHAPE: dict[str, Any] = {"block_size": TOKENS, "dtype": torch.float32, "head_siz
 FULL = FullAttentionSpec(num_kv_heads=HEADS, **SHAPE)
 MLA = MLAAttentionSpec(num_kv_heads=1, **SHAPE)
 LOCAL = ChunkedLocalAttentionSpec(num_kv_heads=HEADS, attention_chunk_size=48, **SHAPE)
+STATE_BYTES = 3 * 8 * 2 + 4 * 8 * 8 * 4
+STATE = MambaSpec(
+    block_size=TOKENS,
+    shapes=((3, 8), (4, 8, 8)),
+    dtypes=(torch.bfloat16, torch.float32),
+    page_size_padded=FULL.page_size_bytes,
+    mamba_cache_mode="align",
+)
 
 
 def window(num_tokens: int, **more: Any) -> SlidingWindowSpec:
@@ -93,6 +108,8 @@ def cache(*specs: Any) -> KVCacheConfig:
         (FULL, LOCAL),
         (MLA,),
         (replace(FULL, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR),),
+        (STATE, FULL, STATE),
+        (STATE, MLA),
     ],
 )
 def test_supported_caches_are_not_refused(specs: tuple[Any, ...]) -> None:
@@ -120,6 +137,10 @@ class Derived(FullAttentionSpec):
         (engine(), (replace(FULL, non_causal=True),), "later tokens"),
         (engine(), (replace(FULL, num_head_slots=2),), "something else than heads"),
         (engine(), (FULL, replace(window(64), block_size=32)), "blocks of 32 tokens"),
+        (engine(), (FULL, replace(STATE, mamba_cache_mode="none")), "enable-prefix-caching"),
+        (engine(), (FULL, replace(STATE, num_speculative_blocks=2)), "speculative"),
+        (engine(), (FULL, replace(STATE, block_size=32)), "blocks of 32 tokens"),
+        (engine(), (STATE, STATE), "recurrent layers only"),
         (engine(pipeline_parallel_size=2), (FULL,), "pipeline"),
         (engine(decode_context_parallel_size=2), (FULL,), "context"),
         (engine(prefix_caching_hash_algo="xxhash"), (FULL,), "xxhash"),
@@ -136,6 +157,62 @@ def test_unsupported_engines_are_refused_with_the_reason(
     config: Any, specs: tuple[Any, ...], says: str
 ) -> None:
     assert says in (refusal(config, cache(*specs)) or "")
+
+
+def test_states_are_refused_if_vllm_does_not_say_where_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(KVConnectorBlockState, "__dataclass_fields__", {})
+    assert "does not hand over states" in (refusal(engine(), cache(FULL, STATE)) or "")
+
+
+def test_states_are_layer_sets_after_those_of_attention() -> None:
+    config = cache(STATE, FULL, STATE)
+    attention, states = layer_sets(config, 1, HEADS)
+    assert (attention.groups, attention.is_recurrent) == ((1,), False)
+    assert (states.groups, states.is_recurrent, states.number) == ((0, 2), True, 1)
+    assert [name for name, _ in states.layers] == ["l.0", "l.2", "l.3", "l.5"]
+    assert [group for _, group in states.layers] == [0, 1, 0, 1]
+    # The padding of a page is not stored.
+    assert block_bytes(config, states) == 4 * STATE_BYTES
+    assert block_bytes(config, attention) == 2 * FULL.page_size_bytes
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(STATE, shapes=((3, 8), (4, 8, 16))),
+        replace(STATE, dtypes=(torch.float32, torch.float32)),
+        replace(STATE, mamba_type=MambaAttentionBackendEnum.GDN_ATTN),
+    ],
+)
+def test_another_kind_of_state_is_another_namespace(other: MambaSpec) -> None:
+    facts = [layer_sets(cache(FULL, spec), 1, HEADS)[1].facts for spec in (STATE, other)]
+    assert facts[0] != facts[1]
+
+
+def test_large_states_are_divided_into_several_objects() -> None:
+    large = replace(STATE, shapes=((1, 5 << 20),), dtypes=(torch.int32,), page_size_padded=None)
+    groups = [KVCacheGroupSpec([f"l.{number}" for number in range(4)], large)]
+    _, *states = layer_sets(
+        KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["a.0"], FULL), *groups]), 1, HEADS
+    )
+    assert [len(each.layers) for each in states] == [1, 1, 1, 1]
+    assert state_names_of(states, 1) == ("t0of1-s1", "t0of1-s2", "t0of1-s3", "t0of1-s4")
+
+
+def test_states_are_shared_only_with_engines_of_the_same_tp_size() -> None:
+    sets = layer_sets(cache(FULL, STATE), 2, HEADS)
+    assert (own_tp_size(sets, 2), readable_tp_sizes(sets, 2)) == (2, (2,))
+    assert shard_names_of(sets, 2) == ("t0of2", "t1of2")
+    assert state_names_of(sets, 2) == ("t0of2-s1", "t1of2-s1")
+    assert [sets[1].is_written_by(Rank(rank, 2)) for rank in range(2)] == [True, True]
+
+
+def test_state_that_every_rank_holds_is_stored_by_one() -> None:
+    sets = layer_sets(cache(FULL, replace(STATE, tp_replicated=True)), 2, HEADS)
+    assert state_names_of(sets, 2) == ("t0of1-s1",)
+    assert [sets[1].is_written_by(Rank(rank, 2)) for rank in range(2)] == [True, False]
 
 
 def test_hisparse_pools_are_refused() -> None:

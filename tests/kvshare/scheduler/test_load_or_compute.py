@@ -2,6 +2,7 @@
 """The choice to load a hit or to compute it, from measured loads and steps."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,6 +71,79 @@ def stored(where: str) -> tuple[list[Chunk], dict[ChunkKey, Tier]]:
     pairs = zip(chunks, where, strict=True)
     tiers = {chunk.key: TIERS[letter] for chunk, letter in pairs if letter in TIERS}
     return chunks, tiers
+
+
+STATE_TOKENS = 300
+
+
+class StateChoice(Choice):
+    """A choice for a model whose states are as many bytes as the chunks of 300 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.load_or_compute = LoadOrCompute(self.clock, STATE_TOKENS)
+        self.computes(1000, 1.0)
+
+    def loads_with_state(self, where: str, s_per_token: float) -> None:
+        chunks, tiers = with_state(where)
+        seconds = ((len(chunks) - 1) * CHUNK + STATE_TOKENS) * s_per_token
+        self.load_or_compute.loaded(chunks, tiers, 0, seconds)
+
+    def worth_with_state(self, where: str, ahead: int = 0, start: int = 0) -> int:
+        chunks, tiers = with_state(where)
+        return self.load_or_compute.num_worth_loading(chunks, tiers, start, (), lambda: ahead)
+
+
+def with_state(where: str) -> tuple[list[Chunk], dict[ChunkKey, Tier]]:
+    """Make chunks as `stored` does; the last letter is of the state."""
+    chunks, tiers = stored(where)
+    last = chunks[-2]
+    chunks[-1] = replace(chunks[-1], start_tokens=last.start_tokens, is_state=True)
+    return chunks, tiers
+
+
+@pytest.mark.parametrize("where", ["sss", "s" * 11, "s" * 31])
+def test_first_hit_with_a_state_is_loaded_as_a_whole(where: str) -> None:
+    assert StateChoice().worth_with_state(where) == len(where)
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "is_loaded"),
+    # Per token 0.4 ms to load and 1 ms to compute: a state pays if 0.4 (n + 300) < n.
+    [(1, False), (2, True), (20, True)],
+)
+def test_state_counts_as_bytes_to_load_and_not_as_tokens(num_chunks: int, is_loaded: bool) -> None:  # noqa: FBT001
+    choice = StateChoice()
+    choice.loads_with_state("s" * 21, 0.0004)
+    choice.loads_with_state("s" * 41, 0.0004)
+    where = "s" * num_chunks + "s"
+    assert choice.worth_with_state(where) == (len(where) if is_loaded else 0)
+
+
+def test_hit_with_a_state_is_never_loaded_in_part() -> None:
+    """Half of it is on this host, and the store is slow: without a state, that half is loaded."""
+    choice = StateChoice()
+    choice.loads("s" * 10, SLOW)
+    choice.loads("h" * 10, FAST)
+    assert choice.worth("hhhhhsssss") == 5
+    assert choice.worth_with_state("hhhhhssssss") == 0
+    assert choice.worth_with_state("hhhhhhhhhhh") == 11
+
+
+def test_slow_store_is_tried_again_with_a_whole_hit() -> None:
+    choice = StateChoice()
+    choice.loads_with_state("s" * 11, SLOW)
+    assert choice.worth_with_state("s" * 11) == 0
+    choice.clock.now_s += 31
+    assert choice.worth_with_state("s" * 11) == 11
+    assert choice.worth_with_state("s" * 11) == 0
+
+
+def test_state_is_computed_while_the_compute_time_is_unknown_if_loads_take_long() -> None:
+    choice = StateChoice()
+    choice.load_or_compute = LoadOrCompute(choice.clock, STATE_TOKENS)
+    choice.loads_with_state("s" * 11, SLOW)
+    assert choice.worth_with_state("s" * 11) == 0
 
 
 @pytest.fixture

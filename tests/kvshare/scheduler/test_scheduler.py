@@ -29,7 +29,7 @@ from ecshare.transfer.device.staging import Staging
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Outcome, Put
 from kvshare.chunks.facts import KVFacts
-from kvshare.chunks.layers import AttentionWindow, LayerSet
+from kvshare.chunks.layers import AttentionWindow, LayerSet, has_states, state_names_of
 from kvshare.chunks.prefix import Chunk, Grid
 from kvshare.chunks.slabs import slab_sizes
 from kvshare.config import KVConfig
@@ -76,7 +76,8 @@ class Bench:
         self.clock = Clock()
         self.engine = TransferEngine(self.config, "options")
         flags: dict[str, Any] = {"saves": True, "loads": True} | roles
-        grid = Grid(BLOCK, chunk_blocks)
+        grid = Grid(BLOCK, chunk_blocks, has_states=has_states(layer_sets))
+        flags["state_names"] = state_names_of(layer_sets, 1)
         sizes = {1: parts, **(other_tp_sizes or {})}
         block_bytes = slab_sizes([1] * len(layer_sets))
         facts = KVFacts(NAMESPACE, grid, layer_sets, 1, sizes, block_bytes, sha256, **flags)

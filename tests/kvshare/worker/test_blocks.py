@@ -512,3 +512,80 @@ def test_8_bit_caches_are_stored_as_bytes(device: str, dtype: torch.dtype) -> No
     expected = source[5].view(torch.uint8)[3].clone()
     expected[:, -1] = 0
     assert torch.equal(target[5].view(torch.uint8)[1], expected)
+
+
+# --- states of recurrent layers ---
+
+STATE_BYTES, PAGE_BYTES = 48, 64
+NUM_STATES = 3
+
+
+def states() -> tuple[dict[str, Tensor], Tensor]:
+    """Return caches of recurrent layers as vLLM gives them, and the memory that they lie in.
+
+    Each is the first bytes of the pages of its layer; the rest of a page is padding.
+    """
+    pages = torch.arange(NUM_STATES * BLOCKS * PAGE_BYTES).to(torch.int8)
+    memory = pages.view(NUM_STATES, BLOCKS, PAGE_BYTES)
+    caches = {
+        f"model.layers.{number}.mixer": memory[number, :, :STATE_BYTES].view(BLOCKS, 1, 1, -1)
+        for number in range(NUM_STATES)
+    }
+    return caches, memory
+
+
+def state_blocks(caches: dict[str, Tensor]) -> BlockCaches:
+    layers = tuple((name, number % 2) for number, name in enumerate(sorted(caches)))
+    layer_set = LayerSet(1, (1, 2), layers, AttentionWindow(), 1, 1, "state")
+    return BlockCaches(caches, layer_set, BLOCKS, 1)
+
+
+def state_piece(*block_ids: int) -> Piece:
+    return Piece(NAME, 1, TOKENS, tuple((each,) for each in block_ids), 0, 1)
+
+
+@pytest.mark.usefixtures("device")
+def test_state_is_copied_between_blocks_without_its_padding() -> None:
+    source, _ = states()
+    blocks = state_blocks(source)
+    payload = saved(blocks, state_piece(1, 4))
+    assert payload.numel() == NUM_STATES * STATE_BYTES == blocks.num_bytes(state_piece(1, 4))
+    for number, block in enumerate((1, 4, 1)):
+        expected = source[f"model.layers.{number}.mixer"][block].view(torch.uint8).flatten()
+        assert torch.equal(payload[number].flatten(), expected)
+    target, memory = states()
+    memory.zero_()
+    write(
+        state_blocks(target),
+        state_piece(2, 3),
+        payload,
+        blocks.spec(state_piece(1, 4)).attributes["order"],
+    )
+    for number, block in enumerate((2, 3, 2)):
+        assert torch.equal(
+            memory[number, block, :STATE_BYTES].view(torch.uint8), payload[number].flatten()
+        )
+        memory[number, block, :STATE_BYTES] = 0
+    assert not memory.any(), "nothing else was written"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"shape": (NUM_STATES, 1, 1, 1, STATE_BYTES + 1)},
+        {"shape": (NUM_STATES + 1, 1, 1, 1, STATE_BYTES)},
+        {"shape": (NUM_STATES, 2, 1, 1, STATE_BYTES)},
+        {"shape": (NUM_STATES, STATE_BYTES)},
+        {"dtype": "F32"},
+    ],
+)
+def test_object_that_is_no_such_state_is_not_used(damage: dict[str, Any]) -> None:
+    blocks = state_blocks(states()[0])
+    spec = blocks.spec(state_piece(1, 2))
+    assert blocks.can_use(spec, state_piece(3, 4))
+    assert not blocks.can_use(structs.replace(spec, **damage), state_piece(3, 4))
+    other = structs.replace(spec, attributes={**spec.attributes, "chunk": "00"})
+    assert not blocks.can_use(other, state_piece(3, 4))
+    kernel = structs.replace(spec, attributes={**spec.attributes, "page": "other"})
+    assert not blocks.can_use(kernel, state_piece(3, 4))
+    assert blocks.has_another_layout(kernel, state_piece(3, 4))

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler half of a model with recurrent layers: which states it stores, finds and loads."""
+
+from collections.abc import Sequence
+
+import pytest
+from vllm.v1.core.sched.output import (
+    CachedRequestData,
+    KVConnectorBlockState,
+    NewRequestData,
+    SchedulerOutput,
+)
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from kvshare.chunks.layers import AttentionWindow, LayerSet
+from kvshare.chunks.prefix import Chunk, Grid, Prefix
+from kvshare.messages import Piece, Report
+from tests.kvshare.scheduler.test_scheduler import (
+    FULL,
+    Bench,
+    StartBench,
+    bench,
+)
+from tests.kvshare.toy import BLOCK, make_request
+
+__all__ = ["bench"]
+
+# Cache group 0 has attention, groups 1 and 2 have recurrent layers.
+STATES = LayerSet(1, (1, 2), (("r.0", 0), ("r.1", 1)), AttentionWindow(), 1, 1, "state")
+SETS = (FULL, STATES)
+PART, STATE_PART = "t0of1", "t0of1-s1"
+PROMPT = list(range(5 * BLOCK + 2))
+OTHER = range(1000, 1000 + 3 * BLOCK)
+
+
+def grid(chunk_blocks: int = 1) -> Grid:
+    return Grid(BLOCK, chunk_blocks, has_states=True)
+
+
+def chunks_of(prompt: Sequence[int], chunk_blocks: int = 1) -> list[Chunk]:
+    prefix = Prefix.of(make_request("x", prompt), grid(chunk_blocks))
+    return list(prefix.chunks(0, lambda _: b""))
+
+
+def store(here: Bench, prompt: Sequence[int], *ends: int, chunk_blocks: int = 1) -> None:
+    """Store dummy chunks of `prompt`, and the states at the ends of some of its blocks."""
+    chunks = chunks_of(prompt, chunk_blocks)
+    here.put(chunks, PART)
+    states = [grid().state_of(each) for each in chunks if each.end_tokens // BLOCK in ends]
+    assert len(states) == len(ends)
+    here.put(states, STATE_PART)
+
+
+def step(
+    here: Bench, request: Request, start: int, end: int, states: dict[int, list[tuple[int, int]]]
+) -> list[Piece]:
+    """Compute tokens `start` to `end` in a step; return the pieces that it saves.
+
+    `states`: for each number of tokens, the groups and blocks that vLLM hands over.
+    """
+    here.half.allocated(request, [], 0)
+    request.num_computed_tokens = end
+    block_ids = ([*range(10, 10 + -(-end // BLOCK))], [0, 0], [0, 0])
+    output = SchedulerOutput.make_empty()
+    if start:
+        output.scheduled_cached_reqs = CachedRequestData(
+            [request.request_id], set(), [], {}, [None], [start], [0]
+        )
+    else:
+        output.scheduled_new_reqs.append(
+            NewRequestData(request.request_id, [], [], None, None, block_ids, start, None)
+        )
+    output.num_scheduled_tokens[request.request_id] = end - start
+    output.total_num_scheduled_tokens = end - start
+    handed_over = [
+        (group, block, tokens) for tokens, blocks in states.items() for group, block in blocks
+    ]
+    output.kv_connector_block_state = KVConnectorBlockState(
+        set(), lambda _: (), {request.request_id: handed_over}
+    )
+    return list(here.half.orders(output).saves)
+
+
+def states_in(pieces: Sequence[Piece]) -> list[tuple[tuple[int, ...], ...]]:
+    """Return the blocks of each state in `pieces`."""
+    return [piece.block_ids for piece in pieces if piece.layer_set == STATES.number]
+
+
+# --- look-ups ---
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"), [((), 0), ((2,), 2), ((2, 4), 4), ((5,), 5), ((1, 2, 3, 4, 5), 5)]
+)
+def test_hit_ends_at_the_last_stored_state(
+    bench: StartBench, ends: tuple[int, ...], expected: int
+) -> None:
+    here = bench(layer_sets=SETS)
+    store(here, PROMPT, *ends)
+    assert here.ask(make_request("r", PROMPT)) == expected * BLOCK
+
+
+def test_state_beyond_a_missing_chunk_is_not_loaded(bench: StartBench) -> None:
+    here = bench(layer_sets=SETS)
+    chunks = chunks_of(PROMPT)
+    here.put([*chunks[:3], *chunks[4:]], PART)
+    here.put([grid().state_of(chunks[1]), grid().state_of(chunks[4])], STATE_PART)
+    assert here.ask(make_request("r", PROMPT)) == 2 * BLOCK
+
+
+def test_state_after_the_whole_prompt_is_not_loaded(bench: StartBench) -> None:
+    """The last token is computed, on top of the state before it."""
+    here = bench(layer_sets=SETS)
+    prompt = PROMPT[: 4 * BLOCK]
+    store(here, [*prompt, 7], 3, 4)
+    assert here.ask(make_request("same", prompt)) == 3 * BLOCK
+    assert here.ask(make_request("longer", [*prompt, 7])) == 4 * BLOCK
+
+
+def test_state_inside_a_chunk_is_found_with_its_partial_chunk(bench: StartBench) -> None:
+    here = bench(layer_sets=SETS, chunk_blocks=3)
+    store(here, PROMPT, 5, chunk_blocks=3)
+    assert here.ask(make_request("same", PROMPT)) == 5 * BLOCK
+    assert here.ask(make_request("next", [*PROMPT[: 5 * BLOCK], *OTHER])) == 5 * BLOCK
+    assert here.ask(make_request("other", [*PROMPT[: 4 * BLOCK], *OTHER])) == 0
+
+
+def test_partial_chunk_without_state_does_not_hide_the_state_before_it(bench: StartBench) -> None:
+    here = bench(layer_sets=SETS, chunk_blocks=3)
+    store(here, PROMPT, 3, chunk_blocks=3)
+    assert here.ask(make_request("r", PROMPT)) == 3 * BLOCK
+
+
+def test_one_state_is_found_among_hundreds_of_chunks(bench: StartBench) -> None:
+    here = bench(layer_sets=SETS)
+    prompt = list(range(200 * BLOCK + 1))
+    store(here, prompt, 7)
+    assert here.ask(make_request("r", prompt)) == 7 * BLOCK
+
+
+def test_whole_hit_in_the_host_cache_is_found_at_once(bench: StartBench) -> None:
+    here = bench(layer_sets=SETS)
+    here.engine.host.is_in_memory = True
+    store(here, PROMPT, 5)
+    assert here.half.num_loadable_tokens(make_request("r", PROMPT), 0) == 5 * BLOCK
+
+
+def test_local_hit_that_reaches_the_last_state_leaves_nothing_to_load(bench: StartBench) -> None:
+    here = bench(layer_sets=SETS)
+    store(here, PROMPT, 3)
+    assert here.ask(make_request("r", PROMPT), 3 * BLOCK) == 0
+    assert here.ask(make_request("s", PROMPT), 2 * BLOCK) == BLOCK
+
+
+# --- loads ---
+
+
+def test_state_is_loaded_to_the_block_before_the_first_computed_token(bench: StartBench) -> None:
+    here = bench(layer_sets=SETS)
+    store(here, PROMPT, 1, 4)
+    request = make_request("r", PROMPT)
+    num_tokens = here.ask(request)
+    tables = [[50, 51, 52, 53, 54], [0, 0, 0, 60, 61], [0, 0, 0, 70, 71]]
+    here.half.allocated(request, tables, num_tokens)
+    (order,) = here.half.orders(SchedulerOutput.make_empty()).loads
+    *attention, state = order.pieces
+    assert [piece.block_ids for piece in attention] == [((50 + n,),) for n in range(4)]
+    assert (state.layer_set, state.block_ids) == (STATES.number, ((60,), (70,)))
+
+
+def test_load_without_a_block_for_the_state_is_not_ordered(bench: StartBench) -> None:
+    here = bench(layer_sets=SETS)
+    store(here, PROMPT, 4)
+    request = make_request("r", PROMPT)
+    with pytest.raises(ValueError, match="no block for the state"):
+        here.half.allocated(request, [[50, 51, 52, 53], [0] * 4, [0] * 4], here.ask(request))
+
+
+def test_announced_prompt_waits_for_its_state(bench: StartBench) -> None:
+    here = bench(layer_sets=SETS)
+    request = make_request("r", PROMPT, kv_transfer_params={"kvshare": {"num_tokens": 5 * BLOCK}})
+    assert here.half.num_loadable_tokens(request, 0) == 5 * BLOCK
+    here.half.allocated(request, [[1, 2, 3, 4, 5], [0] * 4 + [6], [0] * 4 + [7]], 5 * BLOCK)
+    (order,) = here.half.orders(SchedulerOutput.make_empty()).loads
+    assert order.is_announced
+    assert order.pieces[-1].block_ids == ((6,), (7,))
+
+
+def test_announced_states_of_another_tp_size_are_not_waited_for(
+    bench: StartBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = bench(layer_sets=SETS)
+    told = {"kvshare": {"num_tokens": 5 * BLOCK, "size": 2}}
+    for name in "ab":
+        assert here.ask(make_request(name, PROMPT, kv_transfer_params=told)) == 0
+    assert caplog.text.count("tensor-parallel size 2") == 1
+
+
+# --- saves ---
+
+
+def test_states_at_the_end_of_a_prompt_are_stored(bench: StartBench) -> None:
+    here = bench(layer_sets=SETS)
+    request = make_request("r", PROMPT)
+    found = step(here, request, 0, 5 * BLOCK, {5 * BLOCK: [(1, 31), (2, 32)]})
+    assert states_in(found) == [((31,), (32,))]
+    assert len(found) == 5 + 1
+
+
+def test_both_ends_of_a_prompt_of_full_blocks_are_stored(bench: StartBench) -> None:
+    """The same prompt can load the one before its last block, a longer one that after it."""
+    here = bench(layer_sets=SETS, chunk_blocks=2, options={"save_answers": False})
+    request = make_request("r", PROMPT[: 4 * BLOCK])
+    first = step(here, request, 0, 3 * BLOCK, {3 * BLOCK: [(1, 31), (2, 32)]})
+    second = step(here, request, 3 * BLOCK, 4 * BLOCK, {4 * BLOCK: [(1, 41), (2, 42)]})
+    assert states_in([*first, *second]) == [((31,), (32,)), ((41,), (42,))]
+    # The chunk ends where the state does.
+    assert [piece.num_blocks for piece in first if not piece.layer_set] == [2, 1]
+
+
+def test_state_that_is_not_complete_is_not_stored(bench: StartBench) -> None:
+    here = bench(layer_sets=SETS)
+    assert not states_in(step(here, make_request("r", PROMPT), 0, 20, {20: [(1, 31)]}))
+
+
+def test_state_inside_a_block_is_not_stored(bench: StartBench) -> None:
+    here = bench(layer_sets=SETS)
+    found = step(here, make_request("r", PROMPT), 0, 22, {22: [(1, 31), (2, 32)]})
+    assert not states_in(found)
+
+
+def test_states_are_stored_when_the_chunks_since_the_last_one_weigh_as_much(
+    bench: StartBench,
+) -> None:
+    here = bench(layer_sets=SETS)
+    # In this bench, a block and a state take one slab each: every block would pay.
+    every = here.half._facts.state_tokens
+    assert every == BLOCK
+    object.__setattr__(here.half._facts, "layer_sets", (FULL, STATES, STATES, STATES))
+    assert here.half._facts.state_tokens == 3 * BLOCK
+    request = make_request("r", list(range(9 * BLOCK + 1)))
+    stored = [
+        n
+        for n in range(9)
+        if states_in(
+            step(here, request, n * BLOCK, (n + 1) * BLOCK, {(n + 1) * BLOCK: [(1, 1), (2, 2)]})
+        )
+    ]
+    assert stored == [2, 5, 8]
+
+
+def test_state_is_not_stored_beyond_the_limit_of_its_request(bench: StartBench) -> None:
+    here = bench(layer_sets=SETS)
+    request = make_request("r", PROMPT, kv_transfer_params={"kvshare_save": False})
+    assert not step(here, request, 0, 20, {20: [(1, 31), (2, 32)]})
+
+
+def test_state_is_stored_once(bench: StartBench) -> None:
+    here = bench(layer_sets=SETS)
+    handed_over = {20: [(1, 31), (2, 32)]}
+    assert states_in(step(here, make_request("r", PROMPT), 0, 20, handed_over))
+    assert not step(here, make_request("s", PROMPT), 0, 20, handed_over)
+
+
+def test_lost_state_is_stored_again(bench: StartBench) -> None:
+    here = bench(layer_sets=SETS)
+    handed_over = {20: [(1, 31), (2, 32)]}
+    *_, state = step(here, make_request("r", PROMPT), 0, 20, handed_over)
+    report = Report(frozenset({state.key}), not_saved=frozenset({state.key}))
+    here.half.reported(KVConnectorOutput(kv_connector_worker_meta=report))
+    again = step(here, make_request("s", PROMPT), 0, 20, handed_over)
+    assert [piece.key for piece in again] == [state.key]
+
+
+def test_prompt_is_announced_up_to_its_last_stored_state(bench: StartBench) -> None:
+    here = bench(layer_sets=SETS)
+    for_decode = {"do_remote_decode": True}
+    whole, without = (
+        make_request(name, prompt, kv_transfer_params=for_decode)
+        for name, prompt in (("whole", PROMPT), ("without", [*OTHER, *PROMPT]))
+    )
+    step(here, whole, 0, 20, {20: [(1, 31), (2, 32)]})
+    step(here, without, 0, 20, {})
+    told = [here.half.finished(request) for request in (whole, without)]
+    assert told == [{"kvshare": {"num_tokens": 20, "size": 1}}, None]
