@@ -1,34 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines with recurrent layers, without our connector: the toy engine plays them as vLLM does."""
+"""The toy engine plays models with recurrent layers as vLLM does, with any connector or none."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from vllm.config import KVTransferConfig
-from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.request import Request
+from vllm.v1.worker.utils import allocate_kv_cache
 
 from lab.vllm_loop import RUNNERS
 from tests.kvshare.offers import Offer, Recorder
 from tests.kvshare.toy import (
     BLOCK,
     LAYERS,
-    STATE_BYTES,
-    Answer,
     BareEngine,
     cache_config,
     engine_config,
     expected_answer,
     hybrid,
     make_request,
-    spec,
     state_of,
-    write_state,
 )
 from tests.sibling import from_prefiller
+
+StartBare = Callable[..., BareEngine]
 
 LONG = list(range(100, 100 + 13 * BLOCK + 3))
 RECORDER = KVTransferConfig(
@@ -37,55 +38,172 @@ RECORDER = KVTransferConfig(
     kv_role="kv_both",
     kv_connector_extra_config={"is_right": True},
 )
-MODES = [(runner, is_async) for runner in RUNNERS for is_async in (False, True)]
-every_mode = pytest.mark.parametrize(("runner", "is_async"), MODES)
+TINY = 16 + 2 * 4  # blocks: of the longest request's attention layers, and of its states
+
+
+@pytest.fixture(params=[(runner, is_async) for runner in RUNNERS for is_async in (False, True)])
+def start_bare(request: pytest.FixtureRequest, text_model: Path) -> Iterator[StartBare]:
+    """Start engines with two groups of recurrent layers, on each runner, with and without
+    asynchronous scheduling."""
+    runner, is_async = request.param
+    with _starting(text_model, runner=runner, is_async=is_async) as start:
+        yield start
 
 
 @contextmanager
-def started(
-    model: Path, transfer: KVTransferConfig | None = None, num_recurrent: int = 2, **more: Any
-) -> Iterator[BareEngine]:
-    """Start an engine; `more`: arguments of `BareEngine` and, as `config`, of vLLM."""
-    config = engine_config(model, transfer, **more.pop("config", {}))
-    engine = BareEngine(config, specs=hybrid(num_recurrent), **more)
-    try:
-        yield engine
-    finally:
+def _starting(model: Path, **mode: Any) -> Iterator[StartBare]:
+    started: list[BareEngine] = []
+
+    def start(
+        transfer: KVTransferConfig | None = None,
+        *,
+        num_blocks: int = 100,
+        num_recurrent: int = 2,
+        **engine_args: Any,
+    ) -> BareEngine:
+        config = engine_config(model, transfer, **engine_args)
+        engine = BareEngine(config, num_blocks=num_blocks, specs=hybrid(num_recurrent), **mode)
+        started.append(engine)
+        return engine
+
+    yield start
+    for engine in started:
         engine.close()
 
 
-def ask(engine: BareEngine, prompt: Sequence[int], max_tokens: int = 9, **params: Any) -> Answer:
-    """Serve one request and check its tokens."""
-    name = f"r{len(engine.answers)}"
-    request = make_request(name, prompt, max_tokens, kv_transfer_params=params or None)
-    (answer,) = engine.run(request)
-    assert answer.tokens == expected_answer(prompt, max_tokens, engine.windows)
-    return answer
+def ask(
+    engine: BareEngine, *prompts: Sequence[int], max_tokens: int = 9, params: Any = None
+) -> list[Request]:
+    """Serve requests together and check their tokens."""
+    first = len(engine.answers)
+    requests = [
+        make_request(f"r{first + number}", prompt, max_tokens, kv_transfer_params=params)
+        for number, prompt in enumerate(prompts)
+    ]
+    answers = engine.run(*requests)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.tokens == expected_answer(prompt, max_tokens, engine.windows)
+    return requests
 
 
-def offers_of(engine: BareEngine) -> list[list[Offer]]:
-    """Return the offers of each step, once each is checked against its request's tokens."""
+def computed(engine: BareEngine, request: Request) -> int:
+    return engine.answers[request.request_id].computed_prompt_tokens
+
+
+def offers(engine: BareEngine, *requests: Request) -> list[list[Offer]]:
+    """Return the offers of each step that has some, once each is checked."""
     recorder = engine.runners[0].kv_connector
     assert isinstance(recorder, Recorder)
+    tokens = {each.request_id: list(each.all_token_ids) for each in requests}
     for offer in (each for step in recorder.steps for each in step):
-        tokens = engine.model_tokens[offer.request_id][: offer.num_tokens]
-        assert len(tokens) == offer.num_tokens
-        right = [state_of(tokens, offer.group, layer) for layer in range(LAYERS)]
+        before = tokens[offer.request_id][: offer.num_tokens]
+        assert len(before) == offer.num_tokens, "a state of tokens that are not known"
+        right = [state_of(before, offer.group, layer) for layer in range(LAYERS)]
         assert offer.states == right, offer
-    return recorder.steps
+    return [step for step in recorder.steps if step]
 
 
-# --- the cache ---
+def places(steps: list[list[Offer]]) -> list[tuple[int, int]]:
+    """Return group and number of tokens of each offer."""
+    return [(each.group, each.num_tokens) for step in steps for each in step]
+
+
+# --- tokens ---
 
 
 def test_caches_lie_as_vllm_allocates_them(text_model: Path) -> None:
-    from vllm.v1.kv_cache_interface import KVCacheLayout
-    from vllm.v1.worker.utils import allocate_kv_cache
-
-    cache = cache_config(8, hybrid(2))
+    cache = cache_config(8, hybrid())
     right = allocate_kv_cache(cache, torch.device("cpu"), KVCacheLayout.LBHNC)
-    with started(text_model, num_blocks=8) as engine:
-        ours = engine.model.kv_caches
-        assert ours.keys() == right.keys()
-        places = [{name: place_of(each[name], each) for name in each} for each in (ours, right)]
-        assert places[0] == places[1]
+    with _starting(text_model) as start:
+        own = start(num_blocks=8, num_recurrent=1).model.kv_caches
+    assert own.keys() == right.keys()
+    assert {name: _place(own, name) for name in own} == {
+        name: _place(right, name) for name in right
+    }
+
+
+def _place(caches: dict[str, Tensor], name: str) -> tuple[Any, ...]:
+    cache, storage = caches[name], caches[name].untyped_storage().data_ptr()
+    return cache.dtype, cache.shape, cache.data_ptr() - storage, cache.stride(0)
+
+
+@pytest.mark.parametrize("num_recurrent", [1, 2, 3])
+def test_cold_hybrid_answers_rightly(start_bare: StartBare, num_recurrent: int) -> None:
+    engine = start_bare(num_recurrent=num_recurrent)
+    ask(engine, *(LONG[number : 2 * number + 1] for number in range(3 * BLOCK)))
+
+
+def test_hybrid_continues_from_vllms_own_cached_states(start_bare: StartBare) -> None:
+    engine = start_bare()
+    (cold,) = ask(engine, LONG)
+    (again,) = ask(engine, [*LONG, *cold.output_token_ids, 7])
+    assert computed(engine, cold) == len(LONG)
+    assert computed(engine, again) <= 2 * BLOCK, "the state at the end of the answer is cached"
+    (parted,) = ask(engine, [*LONG[:-2], 7])
+    assert computed(engine, parted) == len(parted.prompt_token_ids or ()) - 13 * BLOCK
+
+
+def test_hybrid_computes_prompts_in_chunks(start_bare: StartBare) -> None:
+    engine = start_bare(max_num_batched_tokens=10, max_num_seqs=4)
+    for turn in range(2):
+        ask(engine, *([turn, number, *LONG[number:]] for number in range(4)))
+        ask(engine, *([turn, number, *LONG[number:], 7] for number in range(4)))
+
+
+def test_hybrid_preempts_and_resumes(start_bare: StartBare) -> None:
+    engine = start_bare(num_blocks=40)
+    requests = ask(engine, *([number, *LONG[:9]] for number in range(6)), max_tokens=20)
+    assert any(each.num_preemptions for each in requests)
+
+
+def test_hybrid_serves_from_a_tiny_cache(start_bare: StartBare) -> None:
+    engine = start_bare(num_blocks=TINY)
+    for number in range(4):
+        ask(engine, [number, *LONG], LONG[: 3 * number + 1], [0, *LONG], max_tokens=5)
+
+
+def test_hybrid_survives_a_forced_reset_of_the_prefix_cache(start_bare: StartBare) -> None:
+    engine = start_bare()
+    requests = [make_request(f"r{number}", [number, *LONG[:9]], 20) for number in range(3)]
+    for request in requests:
+        engine.add(request)
+    for number in range(30):
+        engine.step()
+        if number % 4 == 3:
+            engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.run_out()
+    for request in requests:
+        right = expected_answer(request.prompt_token_ids or (), 20, engine.windows)
+        assert engine.answers[request.request_id].tokens == right
+    assert any(each.num_preemptions for each in requests)
+
+
+@pytest.mark.parametrize("group", [0, 1])
+@pytest.mark.parametrize("layer", [0, LAYERS - 1])
+def test_lost_state_gives_wrong_tokens(start_bare: StartBare, group: int, layer: int) -> None:
+    engine = start_bare()
+    request = make_request("r", LONG, 6)
+    engine.add(request)
+    while request.num_output_tokens < 2:
+        engine.step()
+    engine.update_all()
+    ids = engine.scheduler.kv_cache_manager.get_block_ids("r")[group]
+    name = engine.scheduler.kv_cache_config.kv_cache_groups[group].layer_names[layer]
+    engine.model.kv_caches[name][[each for each in ids if each]] = 0
+    engine.run_out()
+    right = expected_answer(LONG, 6, engine.windows)
+    given = engine.answers["r"].tokens
+    assert given[:2] == right[:2]
+    assert given != right
+
+
+def test_hybrid_goes_on_from_a_loaded_state(start_bare: StartBare) -> None:
+    """A connector writes the state to the only block of the group that is not a placeholder."""
+    engine = start_bare(RECORDER)
+    for end in (BLOCK, 5 * BLOCK, 13 * BLOCK):
+        params = from_prefiller(tokens=end)
+        (request,) = ask(engine, [end, *LONG[1:]], params=params)
+        assert computed(engine, request) == len(LONG) - end
+
+
+# --- states that vLLM offers to connectors ---
