@@ -18,6 +18,8 @@ class Offer(NamedTuple):
     group: int
     block: int
     num_tokens: int
+    is_scheduled: bool
+    """Whether the step computed tokens of the request."""
     states: list[bytes]
     """Of each layer of the group."""
 
@@ -25,6 +27,7 @@ class Offer(NamedTuple):
 @dataclass
 class LoadsAndOffers(Loads):
     offered: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
+    scheduled: set[str] = field(default_factory=set)
 
 
 class Recorder(ToySibling):
@@ -42,16 +45,17 @@ class Recorder(ToySibling):
         told = scheduler_output.kv_connector_block_state
         assert told is not None
         loads = super().build_connector_meta(scheduler_output).loads
-        return LoadsAndOffers(loads, told.boundary_state_offloads)
+        scheduled = set(scheduler_output.num_scheduled_tokens)
+        return LoadsAndOffers(loads, told.boundary_state_offloads, scheduled)
 
     def wait_for_save(self) -> None:
         told = self._get_connector_metadata()
         assert isinstance(told, LoadsAndOffers)
         self.steps.append(
             [
-                Offer(request_id, group, block, num_tokens, self._states(group, block))
-                for request_id, offers in told.offered.items()
-                for group, block, num_tokens in offers
+                Offer(name, *offer, name in told.scheduled, self._states(*offer[:2]))
+                for name, offers in told.offered.items()
+                for offer in offers
             ]
         )
 

@@ -2,8 +2,9 @@
 """The toy engine plays models with recurrent layers as vLLM does, with any connector or none."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -32,13 +33,17 @@ from tests.sibling import from_prefiller
 StartBare = Callable[..., BareEngine]
 
 LONG = list(range(100, 100 + 13 * BLOCK + 3))
-RECORDER = KVTransferConfig(
-    kv_connector="Recorder",
-    kv_connector_module_path="tests.kvshare.offers",
-    kv_role="kv_both",
-    kv_connector_extra_config={"is_right": True},
-)
 TINY = 16 + 2 * 4  # blocks: of the longest request's attention layers, and of its states
+
+
+def recorder(**sibling: Any) -> KVTransferConfig:
+    """Configure a `Recorder` that loads right states, with more options of a sibling."""
+    return KVTransferConfig(
+        kv_connector="Recorder",
+        kv_connector_module_path="tests.kvshare.offers",
+        kv_role="kv_both",
+        kv_connector_extra_config={"is_right": True} | sibling,
+    )
 
 
 @pytest.fixture(params=[(runner, is_async) for runner in RUNNERS for is_async in (False, True)])
@@ -170,7 +175,7 @@ def test_hybrid_survives_a_forced_reset_of_the_prefix_cache(start_bare: StartBar
     for number in range(30):
         engine.step()
         if number % 4 == 3:
-            engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+            _reset(engine)
     engine.run_out()
     for request in requests:
         right = expected_answer(request.prompt_token_ids or (), 20, engine.windows)
@@ -199,11 +204,140 @@ def test_lost_state_gives_wrong_tokens(start_bare: StartBare, group: int, layer:
 
 def test_hybrid_goes_on_from_a_loaded_state(start_bare: StartBare) -> None:
     """A connector writes the state to the only block of the group that is not a placeholder."""
-    engine = start_bare(RECORDER)
+    engine = start_bare(recorder())
     for end in (BLOCK, 5 * BLOCK, 13 * BLOCK):
         params = from_prefiller(tokens=end)
         (request,) = ask(engine, [end, *LONG[1:]], params=params)
         assert computed(engine, request) == len(LONG) - end
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "is_async"),
+    [
+        pytest.param(13 * BLOCK, False, id="the load starts after the copy of states"),
+        pytest.param(len(LONG) + 1, True, id="the last token is computed again"),
+    ],
+)
+def test_hybrid_goes_wrong_after_loads_that_vllm_cannot_use(
+    start_bare: StartBare, num_tokens: int, is_async: bool
+) -> None:
+    engine = start_bare(recorder(is_async=is_async))
+    prompt = [*LONG, 7]
+    params = from_prefiller(tokens=num_tokens)
+    (answer,) = engine.run(make_request("r", prompt, kv_transfer_params=params))
+    assert answer.computed_prompt_tokens == max(1, len(prompt) - num_tokens)
+    assert answer.tokens != expected_answer(prompt, 1, engine.windows)
+
+
 # --- states that vLLM offers to connectors ---
+
+
+def is_async(engine: BareEngine) -> bool:
+    return bool(engine.config.scheduler_config.async_scheduling)
+
+
+def test_prompt_and_answer_offer_a_state_of_each_group_at_each_boundary_of_steps(
+    start_bare: StartBare,
+) -> None:
+    """The prompt's last whole block ends a step, and so does every block of the answer."""
+    engine = start_bare(recorder())
+    (request,) = ask(engine, LONG[: 2 * BLOCK + 2], max_tokens=9)
+    steps = offers(engine, request)
+    assert [places([step]) for step in steps] == [
+        [(0, end), (1, end)] for end in (2 * BLOCK, 3 * BLOCK, 4 * BLOCK)
+    ]
+
+
+def test_prompt_of_whole_blocks_also_offers_the_boundary_before_its_last_block(
+    start_bare: StartBare,
+) -> None:
+    engine = start_bare(recorder(), num_recurrent=1)
+    (request,) = ask(engine, LONG[: 4 * BLOCK], max_tokens=1)
+    assert places(offers(engine, request)) == [(0, 3 * BLOCK), (0, 4 * BLOCK)]
+
+
+def test_prompt_in_chunks_offers_the_end_of_each(start_bare: StartBare) -> None:
+    engine = start_bare(recorder(), num_recurrent=1, max_num_batched_tokens=2 * BLOCK + 2)
+    (request,) = ask(engine, LONG[: 7 * BLOCK + 1], max_tokens=1)
+    ends = [2 * BLOCK, 4 * BLOCK, 6 * BLOCK, 7 * BLOCK]
+    assert places(offers(engine, request)) == [(0, end) for end in ends]
+
+
+def test_answer_that_ends_on_a_boundary_offers_it_only_without_asynchronous_scheduling(
+    start_bare: StartBare,
+) -> None:
+    """Of a token that is not known yet vLLM has no hash: it offers that boundary a step later."""
+    engine = start_bare(recorder(), num_recurrent=1)
+    (request,) = ask(engine, LONG[: 2 * BLOCK + 2], max_tokens=3)
+    ends = [2 * BLOCK, *([] if is_async(engine) else [3 * BLOCK])]
+    assert places(offers(engine, request)) == [(0, end) for end in ends]
+
+
+def test_state_that_vllm_had_cached_is_not_offered_again(start_bare: StartBare) -> None:
+    engine = start_bare(recorder(), num_recurrent=1)
+    requests = [request for _ in range(2) for request in ask(engine, LONG, max_tokens=1)]
+    assert computed(engine, requests[1]) < BLOCK
+    assert places(offers(engine, *requests)) == [(0, 13 * BLOCK)]
+
+
+def test_resumed_requests_offer_boundaries_again(start_bare: StartBare) -> None:
+    engine = start_bare(recorder(), num_blocks=40)
+    requests = ask(engine, *([number, *LONG[:9]] for number in range(6)), max_tokens=20)
+    assert any(each.num_preemptions for each in requests)
+    named = [each[:2] + each[3:4] for step in offers(engine, *requests) for each in step]
+    assert len(named) > len(set(named))
+
+
+def test_loaded_state_is_offered_even_while_its_request_waits(start_bare: StartBare) -> None:
+    engine = start_bare(recorder(), num_recurrent=1, max_num_batched_tokens=2 * BLOCK + 1)
+    params = from_prefiller(tokens=2 * BLOCK)
+    busy = make_request("busy", LONG, kv_transfer_params={})
+    loading = make_request("loading", [1, *LONG[:14]], kv_transfer_params=params)
+    engine.run(busy, loading)
+    of_loaded = [
+        each
+        for step in offers(engine, busy, loading)
+        for each in step
+        if each.request_id == "loading"
+    ]
+    assert places([of_loaded]) == [(0, 2 * BLOCK), (0, 3 * BLOCK)]
+    assert [each.is_scheduled for each in of_loaded] == [False, True]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_every_offered_block_holds_the_state_of_its_tokens(
+    start_bare: StartBare, seed: int
+) -> None:
+    dice = Random(seed)
+    engine = start_bare(recorder(), num_blocks=60, max_num_batched_tokens=24, max_num_seqs=8)
+    prompts = [[dice.randrange(6) for _ in range(dice.randrange(2, 50))] for _ in range(5)]
+    requests: list[Request] = []
+    for _ in range(200):
+        live = [each for each in requests if not each.is_finished()]
+        event = dice.random()
+        if event < 0.2 and len(live) < 6:
+            words = [*dice.choice(prompts)[: dice.randrange(1, 50)], dice.randrange(6)]
+            load = from_prefiller(tokens=dice.randrange(len(words)) // BLOCK * BLOCK)
+            params = dice.choice([{}, load])
+            name = f"r{len(requests)}"
+            requests.append(
+                make_request(name, words, dice.randrange(1, 24), kv_transfer_params=params)
+            )
+            engine.add(requests[-1])
+        elif event < 0.22 and live:
+            engine.abort(dice.choice(live).request_id)
+        elif event < 0.24:
+            _reset(engine)
+        elif engine.has_work:
+            engine.step()
+    engine.run_out()
+    for request in requests:
+        tokens = engine.answers[request.request_id].tokens
+        right = expected_answer(request.prompt_token_ids or (), len(tokens), engine.windows)
+        assert tokens == right
+    assert len(offers(engine, *requests)) > 20
+
+
+def _reset(engine: BareEngine) -> None:
+    with suppress(RuntimeError):  # vLLM refuses while it loads
+        engine.scheduler.reset_prefix_cache(reset_running_requests=True)
