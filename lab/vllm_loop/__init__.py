@@ -10,6 +10,7 @@ It needs no GPU and no model. What is vLLM's own is called, not copied:
 - `runners.V2Runner` follows the same functions of `v1/worker/gpu/model_runner.py`, and
   `v1/worker/mm_encoder_model_runner.py`. vLLM's classes in `v1/worker/gpu/{ec,kv}_connector.py`
   call the connectors.
+- `states.RunningStates` copies recurrent states between blocks as both runners do.
 - `model.Model` stands for the model and for a runner's memory of its requests.
 
 Where the two runners differ:
@@ -20,6 +21,8 @@ Where the two runners differ:
 - V1 offers each encoded item to `save_caches`, in any role, as soon as it is encoded. V2 offers
   the new ones of a step together, and only to producers.
 - V1 drops what an encoder-only engine's connector reports. V2 passes it on.
+- Both copy recurrent states before a step's synchronous loads start, V1 after
+  `handle_preemptions` and V2 before it.
 - In a step without tokens V2 calls both connectors, V1 only that for KV.
 
 All ranks are in this process. Messages that would go to another process are pickled.

@@ -34,6 +34,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from lab.vllm_loop.hooks import EC_WORKER_HOOKS, KV_WORKER_HOOKS, HookLog, watch
 from lab.vllm_loop.model import Model
+from lab.vllm_loop.states import RunningStates
 
 RunnerName = Literal["v1", "v2"]
 RUNNERS: tuple[RunnerName, ...] = ("v1", "v2")
@@ -42,8 +43,9 @@ RUNNERS: tuple[RunnerName, ...] = ("v1", "v2")
 class Runner:
     """One rank; `execute` plays one step. See the subclasses for what a runner does.
 
-    Layer by layer a real model waits for a layer's KV, computes it and saves it. `model` computes
-    all layers at once, so here all are waited for before it, and all are saved behind it.
+    Layer by layer a real model waits for a layer's KV, computes it and saves it; layers with a
+    recurrent state do neither. `model` computes all layers at once, so here all are waited for
+    before it, and all are saved behind it.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Runner:
         self.ec_connector: ECConnectorBase | None = None
         self.kv_connector: KVConnectorBase_V1 | None = None
         self._rank = rank
+        self._states = RunningStates(kv_cache_config, model.kv_caches)
         self._layers = {
             name: SimpleNamespace(kv_cache=cache) for name, cache in model.kv_caches.items()
         }
@@ -138,12 +141,14 @@ class Runner:
 
     def _forward(self, output: SchedulerOutput) -> ModelRunnerOutput:
         connector = self.kv_connector
+        with_kv = [name for name in self._layers if name not in self._states.layers]
         if connector is not None:
-            for name in self._layers:
+            for name in with_kv:
                 connector.wait_for_layer_load(name)
         sampled = self.model.forward(output)
         if connector is not None:
-            for name, layer in self._layers.items():
+            for name in with_kv:
+                layer = self._layers[name]
                 connector.save_kv_layer(name, layer.kv_cache, self._attention[name])
         ids = list(output.num_scheduled_tokens)
         index = {request_id: number for number, request_id in enumerate(ids)}
@@ -176,6 +181,7 @@ class V1Runner(Runner):
         return self._with_tokens(output)
 
     def _with_tokens(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        self._states.move(output, self.model.rows)
         before = set(self.model.encoder_cache)
         with ECConnectorModelRunnerMixin.maybe_get_ec_connector_output(
             output, encoder_cache=self.model.encoder_cache
@@ -224,6 +230,7 @@ class V2Runner(Runner):
             answer = self._kv.no_forward(output)
             ec_output = self._ec.no_forward(output).ec_connector_output
             return ModelRunnerOutput.with_ec_conn_output(answer, ec_output)
+        self._states.move(output, self.model.rows)
         is_encoder = self.config.is_mm_encoder_only
         cache = self.model.encoder_cache
         before = set(cache)

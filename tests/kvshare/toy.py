@@ -2,9 +2,10 @@
 """A whole engine with a toy model: the simulator of vLLM's loop, both halves of the connector, real
 cache tensors and a real store.
 
-The model is replaced by arithmetic. The KV of a token is a number made of all tokens up to it, and
-the next token is made of the KV that lies in the request's blocks. So a block that is missing,
-stale, misplaced or foreign gives other tokens, as in a real model.
+The model is replaced by arithmetic. The KV of a token is a number made of all tokens up to it. The
+state of a recurrent layer is a digest of all tokens so far, made of the digest before and a token.
+The next token is made of the KV and the states that lie in the request's blocks. So a block that is
+missing, stale, misplaced or foreign gives other tokens, as in a real model.
 """
 
 import hashlib
@@ -33,6 +34,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
     KVCacheTensor,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.request import Request
@@ -51,6 +53,9 @@ HEAD_SIZE = 8
 VOCAB = 1000
 GIVE_UP_S = 30.0
 WEIGHTS = "adapter_model.bin"
+STATE_BYTES = 32
+WRONG = VOCAB
+"""A token that no prompt holds."""
 
 
 def write_model(folder: Path) -> Path:
@@ -88,12 +93,29 @@ def window(num_tokens: int) -> SlidingWindowSpec:
     )
 
 
+def recurrent() -> MambaSpec:
+    """A block has room for two states a layer, together `STATE_BYTES`; its page is padded to that
+    of an attention layer."""
+    return MambaSpec(
+        block_size=BLOCK,
+        shapes=((2, 4), (4,)),
+        dtypes=(torch.bfloat16, torch.float32),
+        page_size_padded=spec().page_size_bytes,
+        mamba_cache_mode="align",
+    )
+
+
+def hybrid(num_recurrent: int = 1) -> tuple[KVCacheSpec, ...]:
+    """Return the specs of a model that begins with recurrent layers, as most hybrids do."""
+    return (*(recurrent() for _ in range(num_recurrent)), spec())
+
+
 def cache_config(num_blocks: int, specs: Sequence[KVCacheSpec] = ()) -> KVCacheConfig:
     """Make cache groups of `LAYERS` layers each, which alternate in the model and share memory."""
     specs = specs or (spec(),)
     names = [
-        [f"model.layers.{layer * len(specs) + group}.self_attn.attn" for layer in range(LAYERS)]
-        for group in range(len(specs))
+        [f"model.layers.{layer * len(specs) + group}.{_kind(each)}" for layer in range(LAYERS)]
+        for group, each in enumerate(specs)
     ]
     page = specs[0].page_size_bytes
     tensors = [
@@ -107,6 +129,10 @@ def cache_config(num_blocks: int, specs: Sequence[KVCacheSpec] = ()) -> KVCacheC
     ]
     groups = [KVCacheGroupSpec(*group) for group in zip(names, specs, strict=True)]
     return KVCacheConfig(num_blocks, tensors, groups)
+
+
+def _kind(spec: KVCacheSpec) -> str:
+    return "linear_attn" if isinstance(spec, MambaSpec) else "self_attn.attn"
 
 
 def vllm_config(
@@ -125,6 +151,13 @@ def vllm_config(
         "kv_connector_extra_config": options,
     }
     transfer = KVTransferConfig(**(ours if sibling is None else both_below(ours, sibling)))
+    return engine_config(model, transfer, **engine_args)
+
+
+def engine_config(
+    model: Path, transfer: KVTransferConfig | None = None, **engine_args: Any
+) -> VllmConfig:
+    """Make the configuration of an engine with the connector of `transfer`, or without one."""
     args = EngineArgs(
         model=str(model),
         skip_tokenizer_init=True,
@@ -199,29 +232,60 @@ def kv_of(tokens: Sequence[int], group: int = 0) -> float:
     return float(int.from_bytes(digest[:2], "little") + 1 + 100_000 * group)
 
 
-def next_token(kv: Sequence[float]) -> int:
-    return int.from_bytes(hashlib.sha256(repr(list(kv)).encode()).digest()[:4], "little") % VOCAB
+def state_of(tokens: Sequence[int], group: int, layer: int) -> bytes:
+    """Return the state of a recurrent layer after `tokens`, unique to them, group and layer."""
+    state = hashlib.sha256(f"{group} {layer}".encode()).digest()
+    for token in tokens:
+        state = next_state(state, token)
+    return state
+
+
+def next_state(state: bytes, token: int) -> bytes:
+    return hashlib.sha256(state + token.to_bytes(4, "little")).digest()
+
+
+def write_state(cache: Tensor, block: int, state: bytes) -> None:
+    """Write the state of a recurrent layer. `cache`: all blocks of the layer."""
+    cache[block].copy_(torch.frombuffer(bytearray(state), dtype=torch.int8).view_as(cache[block]))
+
+
+def read_state(cache: Tensor, block: int) -> bytes:
+    """Return the state of a recurrent layer. `cache`: all blocks of the layer."""
+    return cache[block].numpy().tobytes()
+
+
+def next_token(seen: Sequence[float | str]) -> int:
+    """Return the token that follows, by the KV and the states that the model sees."""
+    return int.from_bytes(hashlib.sha256(repr(list(seen)).encode()).digest()[:4], "little") % VOCAB
+
+
+def windows_of(cache: KVCacheConfig) -> list[AttentionWindow | None]:
+    """Return the window of each cache group; None for a group with recurrent states."""
+    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+    return [None if isinstance(each, MambaSpec) else AttentionWindow.of(each) for each in specs]
 
 
 def expected_answer(
     prompt: Sequence[int],
     num_tokens: int,
-    windows: Sequence[AttentionWindow] = (AttentionWindow(),),
+    windows: Sequence[AttentionWindow | None] = (AttentionWindow(),),
     flavour: Sequence[int] = (),
 ) -> list[int]:
     """Return the right answer of an engine whose cache groups have these `windows`.
 
     `flavour`: of the request's LoRA adapter.
     """
-    tokens = list(prompt)
+    tokens = [*flavour, *prompt]
     for _ in range(num_tokens):
-        kv = [
-            kv_of([*flavour, *tokens[: position + 1]], group)
-            for group, window in enumerate(windows)
-            for position in range(window.first_needed(len(tokens) - 1), len(tokens))
-        ]
-        tokens.append(next_token(kv))
-    return tokens[len(prompt) :]
+        seen: list[float | str] = []
+        for group, window in enumerate(windows):
+            if window is None:
+                seen += [state_of(tokens, group, layer).hex() for layer in range(LAYERS)]
+                continue
+            first = window.first_needed(len(tokens) - len(flavour) - 1) + len(flavour)
+            seen += [kv_of(tokens[: at + 1], group) for at in range(first, len(tokens))]
+        tokens.append(next_token(seen))
+    return tokens[len(flavour) + len(prompt) :]
 
 
 def flavour_of(lora_request: LoRARequest | None) -> list[int]:
@@ -240,44 +304,74 @@ class Answer:
 
 
 class ToyModel(Model):
-    """Arithmetic over the KV in a request's blocks; see the module's docstring."""
+    """Arithmetic over the KV and states in a request's blocks; see the module's docstring."""
 
     def __init__(self, cache: KVCacheConfig, computed: Callable[[str, int], None]) -> None:
         """`computed`: called with a request's id and how many of its prompt tokens are computed."""
         super().__init__()
-        groups = cache.kv_cache_groups
-        self.windows = [AttentionWindow.of(group.kv_cache_spec) for group in groups]
+        self.windows = windows_of(cache)
         # Garbage, so that reading an unwritten block gives wrong tokens.
         self._cache = torch.full((LAYERS, cache.num_blocks, HEADS, BLOCK, 2 * HEAD_SIZE), -7.0)
+        # A block belongs to one group at a time, so all groups share the memory.
+        self._groups = [
+            [_as_vllm_shapes(layer, group.kv_cache_spec) for layer in self._cache]
+            for group in cache.kv_cache_groups
+        ]
         self.kv_caches = {
             name: layer
-            for group in groups
-            for name, layer in zip(group.layer_names, self._cache, strict=True)
+            for group, layers in zip(cache.kv_cache_groups, self._groups, strict=True)
+            for name, layer in zip(group.layer_names, layers, strict=True)
         }
         self._computed = computed
 
     def compute(self, request_id: str, start: int, end: int) -> list[int]:
-        """Write the KV of these tokens; sample if the last known token is among them."""
+        """Write the KV and states of these tokens; sample if the last known token is among them."""
         row = self.rows[request_id]
         self._computed(request_id, max(0, min(end, row.num_prompt_tokens) - start))
         flavour = flavour_of(row.lora_request)
         for position in range(start, end):
             self.fill(row, position, [*flavour, *row.tokens[: position + 1]])
+        self._advance(row, start, end)
         if end < len(row.tokens):
             return []
-        kv = []
+        seen: list[float | str] = []
         for group, window in enumerate(self.windows):
+            if window is None:
+                block = self._state_block(row, group, end)
+                seen += [read_state(layer, block).hex() for layer in self._groups[group]]
+                continue
             for position in range(window.first_needed(end - 1), end):
                 cells = self._cells(row, group, position)
                 assert cells.min() == cells.max(), "a token's KV is torn"
-                kv.append(float(cells[0, 0, 0]))
-        row.tokens.append(next_token(kv))
+                seen.append(float(cells[0, 0, 0]))
+        row.tokens.append(next_token(seen))
         return [row.tokens[-1]]
 
     def fill(self, row: Row, position: int, tokens: Sequence[int]) -> None:
         """Write the KV of the last of `tokens` to a position of a request."""
-        for group in range(len(self.windows)):
-            self._cells(row, group, position)[:] = kv_of(tokens, group)
+        for group, window in enumerate(self.windows):
+            if window is not None:
+                self._cells(row, group, position)[:] = kv_of(tokens, group)
+
+    def _advance(self, row: Row, start: int, end: int) -> None:
+        """Carry the states from the tokens before `start` on to `end`, both in one block: the
+        runner has copied them there."""
+        for group, window in enumerate(self.windows):
+            if window is not None:
+                continue
+            block = self._state_block(row, group, end)
+            for number, layer in enumerate(self._groups[group]):
+                if start:
+                    state = read_state(layer, block)
+                else:  # a kernel then ignores what lies there
+                    state = state_of(flavour_of(row.lora_request), group, number)
+                for token in row.tokens[start:end]:
+                    state = next_state(state, token)
+                write_state(layer, block, state)
+
+    def _state_block(self, row: Row, group: int, end: int) -> int:
+        """Return the block of the state after `end` tokens, as vLLM's metadata builders do."""
+        return row.block_ids[group][(end - 1) // BLOCK]
 
     def _cells(self, row: Row, group: int, position: int) -> Tensor:
         """View the KV of one token in one cache group: [layer, head, content]."""
@@ -285,15 +379,31 @@ class ToyModel(Model):
         return self._cache[:, block, :, position % BLOCK]
 
 
+def _as_vllm_shapes(layer: Tensor, spec: KVCacheSpec) -> Tensor:
+    """View the memory of a layer, [block, head, token, content], as vLLM registers it for `spec`:
+    the states of a recurrent layer are the first bytes of each page, [block, 1, 1, byte]."""
+    if not isinstance(spec, MambaSpec):
+        return layer
+    pages = layer.flatten(start_dim=1).view(torch.int8)
+    return pages[:, None, None, : spec.real_page_size_bytes]
+
+
 class ToySibling(Sibling):
     """Loads the KV of other tokens, or the right KV with the option `is_right`."""
 
     def fill(self, load: Load, group: int, place: int) -> None:
-        before = [] if self.options.get("is_right") else [-1]
-        for position in range(place * BLOCK, min(load.end, (place + 1) * BLOCK)):
+        before = [] if self.options.get("is_right") else [WRONG]
+        end, block = min(load.end, (place + 1) * BLOCK), load.block_ids[group][place]
+        caches = [self.caches[name] for name in self.groups[group].layer_names]
+        if isinstance(self.groups[group].kv_cache_spec, MambaSpec):
+            for number, cache in enumerate(caches):
+                state = state_of([*before, *load.tokens[:end]], group, number)
+                write_state(cache, block, state)
+            return
+        for position in range(place * BLOCK, end):
             kv = kv_of([*before, *load.tokens[: position + 1]], group)
-            for name in self.groups[group].layer_names:
-                self.caches[name][load.block_ids[group][place], :, position % BLOCK] = kv
+            for cache in caches:
+                cache[block, :, position % BLOCK] = kv
 
 
 def ours(connector: Any) -> KVShareConnector:
@@ -306,8 +416,8 @@ def ours(connector: Any) -> KVShareConnector:
     return connector
 
 
-class ToyEngine(EngineLoop):
-    """See the module's docstring.
+class BareEngine(EngineLoop):
+    """An engine with any connector or none.
 
     `is_async`: schedule the next step before the output of the last one is known. `specs`: of the
     cache groups; by default one with full attention.
@@ -325,24 +435,16 @@ class ToyEngine(EngineLoop):
     ) -> None:
         init_none_hash(sha256)
         config.scheduler_config.async_scheduling = is_async
+        if any(isinstance(each, MambaSpec) for each in specs):
+            # As vLLM does for hybrids with prefix caching.
+            config.cache_config.mamba_cache_mode = "align"
+            config.cache_config.mamba_block_size = BLOCK
+            config.cache_config.mamba_page_size_padded = spec().page_size_bytes
         cache = cache_config(num_blocks, specs)
         self.model = model(cache, self._computed)
         self.windows = self.model.windows
         self.answers: dict[str, Answer] = {}
-        self.counts: dict[str, float] = {}
-        self.hit_sources: Counter[Any] = Counter()
-        self.before_load: Callable[[], object] = lambda: None
-        # The toy model's blocks have the layout of a GPU.
-        with patch("kvshare.worker.worker.repacks_blocks", lambda: False):
-            super().__init__(config, [self.model], cache, runner)
-        (rank,) = self.runners
-        worker = ours(rank.kv_connector)
-        self.connector = ours(self.scheduler.get_kv_connector())
-        self.worker = worker.worker
-        self.transfer = self.worker.engine
-        self._worker_connector = worker
-        self._load = worker.start_load_kv
-        worker.start_load_kv = self._start_load  # type: ignore[method-assign]
+        super().__init__(config, [self.model], cache, runner)
 
     def add(self, request: Request) -> None:
         self.answers[request.request_id] = Answer()
@@ -356,11 +458,47 @@ class ToyEngine(EngineLoop):
         return [self.answers[request.request_id] for request in requests]
 
     def run_out(self) -> None:
-        """Step until no work is left and all saves are stored."""
+        """Step until no work is left."""
         deadline_s = time.monotonic() + GIVE_UP_S
         while self.has_work:
             self.step()
             assert time.monotonic() < deadline_s, "the engine hangs"
+
+    def received(self, outputs: EngineCoreOutputs) -> None:
+        for one in outputs.outputs:
+            answer = self.answers[one.request_id]
+            answer.tokens += one.new_token_ids
+            answer.finish_reason = one.finish_reason or answer.finish_reason
+            answer.kv_transfer_params = one.kv_transfer_params or answer.kv_transfer_params
+
+    def _computed(self, request_id: str, num_tokens: int) -> None:
+        self.answers[request_id].computed_prompt_tokens += num_tokens
+
+
+class ToyEngine(BareEngine):
+    """An engine with our connector; see the module's docstring."""
+
+    def __init__(self, config: VllmConfig, **engine: Any) -> None:
+        """`engine`: as for `BareEngine`."""
+        self.counts: dict[str, float] = {}
+        self.hit_sources: Counter[Any] = Counter()
+        self.before_load: Callable[[], object] = lambda: None
+        # The toy model's blocks have the layout of a GPU.
+        with patch("kvshare.worker.worker.repacks_blocks", lambda: False):
+            super().__init__(config, **engine)
+        (rank,) = self.runners
+        worker = ours(rank.kv_connector)
+        self.connector = ours(self.scheduler.get_kv_connector())
+        self.worker = worker.worker
+        self.transfer = self.worker.engine
+        self._worker_connector = worker
+        self._load = worker.start_load_kv
+        worker.start_load_kv = self._start_load  # type: ignore[method-assign]
+
+    def run_out(self) -> None:
+        """Step until no work is left and all saves are stored."""
+        super().run_out()
+        deadline_s = time.monotonic() + GIVE_UP_S
         while self.transfer.in_flight:
             self.transfer.wait_idle()  # polling would keep Python's lock from the I/O threads
             finished = self.worker.settle()
@@ -371,11 +509,7 @@ class ToyEngine(EngineLoop):
             self._count(stats.data if stats else {})
 
     def received(self, outputs: EngineCoreOutputs) -> None:
-        for one in outputs.outputs:
-            answer = self.answers[one.request_id]
-            answer.tokens += one.new_token_ids
-            answer.finish_reason = one.finish_reason or answer.finish_reason
-            answer.kv_transfer_params = one.kv_transfer_params or answer.kv_transfer_params
+        super().received(outputs)
         stats = outputs.scheduler_stats
         if stats and stats.kv_connector_stats:
             by_connector = stats.kv_connector_stats
@@ -390,9 +524,6 @@ class ToyEngine(EngineLoop):
         if orders.loads:
             self.before_load()
         self._load(*args, **kwargs)
-
-    def _computed(self, request_id: str, num_tokens: int) -> None:
-        self.answers[request_id].computed_prompt_tokens += num_tokens
 
     def _count(self, counts: dict[str, float]) -> None:
         self.counts = merged(self.counts, counts)
