@@ -156,8 +156,8 @@ class SavePlan:
         A state that is not saved now is not saved at all: its block may be another one's then.
         """
         grid = self._adapters.grid_of(progress.adapter)
-        if grid is None:
-            return
+        if grid is None or progress.prompt_tokens != progress.request.num_prompt_tokens:
+            return  # it was loaded, and nothing of its prompt was computed yet
         ends: dict[int, dict[int, int]] = {}
         for group, block, num_tokens in handed_over:
             if not num_tokens % grid.block_tokens:

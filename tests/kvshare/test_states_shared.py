@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that share the KV and the states of a model with recurrent layers."""
+
+import random
+import shutil
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
+from lab.vllm_loop import RUNNERS, RunnerName
+from tests.kvshare.conftest import StartEngine, is_at_rest, sleep_and_wake
+from tests.kvshare.damage import flip_a_payload_bit
+from tests.kvshare.test_chunks import LONG, chunked, spoil
+from tests.kvshare.toy import (
+    BLOCK,
+    ToyEngine,
+    expected_answer,
+    hybrid,
+    make_request,
+    objects,
+    serve,
+    window,
+)
+from tests.releases import loads_may_hang
+
+W = 3 * BLOCK
+GROUPS: dict[str, tuple[KVCacheSpec, ...]] = {
+    "one recurrent group": hybrid(1),
+    "three recurrent groups": hybrid(3),
+    "recurrent layers and windows": (*hybrid(2), window(W)),
+}
+each_kind = pytest.mark.parametrize("specs", GROUPS.values(), ids=GROUPS)
+ENDS = (len(LONG) - 1) // BLOCK * BLOCK  # the last boundary in LONG
+STATES = "-s"  # in the names of their objects
+
+
+def end_of(prompt: Sequence[int]) -> int:
+    """Return after how many tokens the last state that the same prompt can load is."""
+    return (len(prompt) - 1) // BLOCK * BLOCK
+
+
+@each_kind
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("chunk_blocks", [1, 5])
+def test_second_engine_computes_less_than_a_block(
+    start: StartEngine,
+    specs: Sequence[KVCacheSpec],
+    chunk_blocks: int,
+    is_async: bool,
+    runner: RunnerName,
+) -> None:
+    engine = partial(
+        start,
+        specs=specs,
+        is_async=is_async,
+        runner=runner,
+        store=chunked(chunk_blocks),
+        num_blocks=160,
+    )
+    lengths = [2, BLOCK, 7, 3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 1, 41, len(LONG)]
+    prompts = [[number, *LONG[: length - 1]] for number, length in enumerate(lengths)]
+    first = engine()
+    for number, prompt in enumerate(prompts):
+        assert serve(first, prompt, name=f"cold{number}").computed_prompt_tokens == len(prompt)
+    second = engine()
+    for number, prompt in enumerate(prompts):
+        warm = serve(second, prompt, name=f"warm{number}")
+        assert warm.computed_prompt_tokens == len(prompt) - end_of(prompt)
+    assert "blocks/failed" not in second.counts
+
+
+@each_kind
+@pytest.mark.parametrize("budget", [7, 9, 30])
+def test_prompt_computed_in_chunks_is_loaded(
+    start: StartEngine, specs: Sequence[KVCacheSpec], budget: int
+) -> None:
+    engine = partial(start, specs=specs, store=chunked(3), num_blocks=160)
+    serve(engine(max_num_batched_tokens=budget, max_num_seqs=4), LONG)
+    assert serve(engine(), LONG).computed_prompt_tokens == len(LONG) - ENDS
+
+
+@each_kind
+def test_prompt_that_parts_in_the_middle_loads_up_to_a_state(
+    start: StartEngine, specs: Sequence[KVCacheSpec]
+) -> None:
+    """vLLM keeps a state at the end of each step; the others were never stored."""
+    engine = partial(start, specs=specs, store=chunked(2), num_blocks=160)
+    serve(engine(max_num_batched_tokens=4 * BLOCK, max_num_seqs=4), LONG)
+    other = [*LONG[: 9 * BLOCK + 1], 7, 8, 9]
+    assert serve(engine(), other).computed_prompt_tokens == len(other) - 8 * BLOCK
+
+
+@each_kind
+def test_most_of_a_conversation_is_loaded_in_each_turn(
+    start: StartEngine, specs: Sequence[KVCacheSpec]
+) -> None:
+    engine = partial(start, specs=specs, store=chunked(3), num_blocks=160)
+    engines = [engine(), engine()]
+    talk: list[int] = []
+    for turn in range(8):
+        before = end_of(talk) if talk else 0
+        talk += range(500 + 10 * turn, 500 + 10 * turn + 7)
+        here = engines[turn % 2]
+        assert here.scheduler.reset_prefix_cache()
+        answer = serve(here, talk, max_tokens=11, name=f"turn{turn}")
+        assert answer.computed_prompt_tokens <= len(talk) - before + 4 * BLOCK
+        talk += answer.tokens
+
+
+@each_kind
+def test_local_hit_is_not_loaded_again(start: StartEngine, specs: Sequence[KVCacheSpec]) -> None:
+    engine = partial(start, specs=specs, store=chunked(4), num_blocks=160)
+    serve(engine(), LONG)
+    second = engine()
+    serve(second, LONG[: 6 * BLOCK + 1], max_tokens=1, name="short")
+    assert serve(second, LONG, name="long").computed_prompt_tokens == len(LONG) - ENDS
+
+
+@each_kind
+def test_lost_object_is_computed_and_stored_again(
+    start: StartEngine, tmp_path: Path, specs: Sequence[KVCacheSpec]
+) -> None:
+    engine = partial(start, specs=specs, store=chunked(4), num_blocks=160)
+    serve(engine(), LONG, max_tokens=1)
+    stored = objects(tmp_path)
+    assert any(STATES in path.name for path in stored)
+    for lost in stored:
+        shutil.rmtree(tmp_path / "host")
+        lost.unlink()
+        reader = engine()
+        answer = serve(reader, LONG, max_tokens=1)
+        assert lost.exists() or answer.computed_prompt_tokens < BLOCK
+
+
+@each_kind
+def test_damaged_object_is_computed(
+    start: StartEngine, tmp_path: Path, specs: Sequence[KVCacheSpec]
+) -> None:
+    engine = partial(start, specs=specs, store=chunked(4), num_blocks=160)
+    serve(engine(), LONG, max_tokens=1)
+    for damaged in objects(tmp_path):
+        shutil.rmtree(tmp_path / "host")
+        flip_a_payload_bit(damaged)
+        serve(engine(), LONG, max_tokens=1)
+
+
+@each_kind
+def test_state_under_the_name_of_another_is_not_used(
+    start: StartEngine, tmp_path: Path, specs: Sequence[KVCacheSpec]
+) -> None:
+    engine = partial(start, specs=specs, store=chunked(1), num_blocks=160)
+    serve(engine(), LONG, max_tokens=1)
+    before = set(objects(tmp_path))
+    serve(engine(), [7, *LONG[1:]], max_tokens=1)
+    own, others = (
+        {path.name.rpartition("-")[2]: path for path in paths if STATES in path.name}
+        for paths in (before, set(objects(tmp_path)) - before)
+    )
+    assert own.keys() == others.keys() != set()
+    for part, path in own.items():
+        path.write_bytes(others[part].read_bytes())
+    shutil.rmtree(tmp_path / "host")
+    reader = engine()
+    assert serve(reader, LONG, max_tokens=1).computed_prompt_tokens == len(LONG)
+    assert reader.counts["misses/corrupt"]
+
+
+@each_kind
+@pytest.mark.parametrize("is_async", [False, True])
+def test_preempted_requests_get_right_tokens(
+    start: StartEngine, specs: Sequence[KVCacheSpec], is_async: bool
+) -> None:
+    prompts = [[number, *LONG[:9]] for number in range(6)]
+    blocks = 26 + 6 * len(specs)
+    engine = start(num_blocks=blocks, store=chunked(2), specs=specs, is_async=is_async)
+    requests = [make_request(f"r{number}", prompt, 20) for number, prompt in enumerate(prompts)]
+    for prompt, answer in zip(prompts, engine.run(*requests), strict=True):
+        assert answer.tokens == expected_answer(prompt, 20, engine.windows)
+    assert any(request.num_preemptions for request in requests)
+
+
+@each_kind
+def test_nothing_is_lost_in_sleep(start: StartEngine, specs: Sequence[KVCacheSpec]) -> None:
+    engine = start(specs=specs, store=chunked(2), num_blocks=160)
+    serve(engine, LONG, name="before")
+    engine.connector.reset_cache()
+    assert engine.scheduler.reset_prefix_cache()
+    sleep_and_wake(engine)
+    assert serve(engine, LONG, name="after").computed_prompt_tokens == len(LONG) - ENDS
+
+
+@each_kind
+def test_aborted_load_leaves_nothing_behind(
+    start: StartEngine, specs: Sequence[KVCacheSpec]
+) -> None:
+    engine = partial(start, specs=specs, store=chunked(2), num_blocks=160)
+    serve(engine(), LONG)
+    reader = engine()
+    for number in range(8):
+        reader.add(make_request(f"r{number}", LONG, 3))
+        for _ in range(number):
+            reader.step()
+        reader.abort(f"r{number}")
+    reader.run_out()
+    assert is_at_rest(reader)
+    serve(reader, LONG, name="last")
+
+
+def test_engines_with_other_layers_do_not_share(start: StartEngine) -> None:
+    serve(start(specs=hybrid(2)), LONG)
+    for specs in (hybrid(1), hybrid(3)):
+        other = start(specs=specs)
+        assert serve(other, LONG).computed_prompt_tokens == len(LONG)
+        assert "blocks/failed" not in other.counts
+
+
+@loads_may_hang
+@each_kind
+@pytest.mark.parametrize("seed", range(4))
+def test_random_prompts_and_store_damage_give_right_tokens(
+    start: StartEngine, tmp_path: Path, specs: Sequence[KVCacheSpec], seed: int
+) -> None:
+    dice = random.Random(seed)
+    chunk_blocks = dice.choice([1, 2, 3, 7])
+    stem = [dice.randrange(1000) for _ in range(60)]
+    for turn in range(3):
+        if turn:
+            spoil(dice, tmp_path)
+        engine = start(
+            num_blocks=dice.choice([50, 80, 128]) * len(specs),
+            is_async=dice.random() < 0.5,
+            runner=dice.choice(RUNNERS),
+            max_num_batched_tokens=dice.choice([9, 30, 2048]),
+            max_num_seqs=8,
+            store=chunked(chunk_blocks, buffer_bytes=dice.choice([1, 1 << 20])),
+            specs=specs,
+        )
+        ask(engine, dice, stem, turn)
+
+
+def ask(engine: ToyEngine, dice: random.Random, stem: list[int], turn: int) -> None:
+    prompts = [
+        [*stem[: dice.randrange(1, 60)], *dice.choices(range(1000), k=dice.randrange(12))]
+        for _ in range(6)
+    ]
+    num_tokens = dice.choice([1, 5, 25])
+    requests = [
+        make_request(f"{turn}-{number}", prompt, num_tokens)
+        for number, prompt in enumerate(prompts)
+    ]
+    answers = engine.run(*requests[:4]) + engine.run(*requests[4:])
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.tokens == expected_answer(prompt, num_tokens, engine.windows)
