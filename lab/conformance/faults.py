@@ -17,8 +17,8 @@ from lab.conformance.harness import (
     emptied,
     removed,
     replaced_by_a_folder,
-    replaced_by_other_bytes,
     with_a_bit_flipped,
+    with_other_contents,
 )
 from lab.conformance.pictures import picture
 from lab.conformance.rules import rule
@@ -56,7 +56,7 @@ _DAMAGED: dict[Callable[[Path], None], str] = {
     emptied: "that was emptied",
     cut_in_half: "that lost its second half",
     with_a_bit_flipped: "with a flipped bit",
-    replaced_by_other_bytes: "that was replaced by other bytes",
+    with_other_contents: "that was replaced by other bytes",
     replaced_by_a_folder: "that was replaced by a folder",
 }
 

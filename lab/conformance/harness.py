@@ -226,7 +226,7 @@ def with_a_bit_flipped(path: Path) -> None:
     _replace(path, bytes(body))
 
 
-def replaced_by_other_bytes(path: Path) -> None:
+def with_other_contents(path: Path) -> None:
     """Replace the file by other bytes."""
     _replace(path, b"not an embedding at all\n" * 1000)
 
