@@ -13,12 +13,12 @@ from lab.conformance.engine import Engine, Ticket
 from lab.conformance.hand_over import must_answer
 from lab.conformance.harness import (
     Place,
-    a_folder,
     cut_in_half,
     emptied,
-    foreign,
     removed,
+    replaced_by_a_folder,
     with_a_bit_flipped,
+    with_other_contents,
 )
 from lab.conformance.pictures import picture
 from lab.conformance.rules import rule
@@ -37,7 +37,7 @@ def must_end_alone(ticket: Ticket) -> None:
     why="The item cannot be encoded again, and a runner that tries kills the engine. vLLM can fail "
     "the single request: see take_unavailable_requests.",
 )
-def fails_a_lost_item_alone(place: Place) -> None:
+def fails_only_the_request_of_a_lost_item(place: Place) -> None:
     """An item without pixels that is stored nowhere fails its own request only."""
     decoder = place.decoder()
     must_answer(decoder.ask(picture(1)))
@@ -56,8 +56,8 @@ _DAMAGED: dict[Callable[[Path], None], str] = {
     emptied: "that was emptied",
     cut_in_half: "that lost its second half",
     with_a_bit_flipped: "with a flipped bit",
-    foreign: "that was replaced by other bytes",
-    a_folder: "that was replaced by a folder",
+    with_other_contents: "that was replaced by other bytes",
+    replaced_by_a_folder: "that was replaced by a folder",
 }
 
 
@@ -86,7 +86,7 @@ for _fault in _DAMAGED:
     why="After has_cache_item has returned True, the V1 runner cannot recover: without the item in "
     "the encoder cache, the engine dies.",
 )
-def keeps_its_promise(place: Place) -> None:
+def loads_promised_items(place: Place) -> None:
     """A promised item is loaded, even if the store loses it before the load."""
     encoder, decoder = place.encoder(), place.decoder()
     encoded = encoder.ask(picture(1))
@@ -108,7 +108,7 @@ def keeps_its_promise(place: Place) -> None:
     why="The encoder's own cache still has the item, so vLLM does not encode it. If the encoder "
     "then announces it and stores nothing, the item fails for ever.",
 )
-def stores_again_what_was_lost(place: Place) -> None:
+def stores_lost_items_again(place: Place) -> None:
     """An item that the store has lost is stored again when the encoder gets it again."""
     encoder, decoder = place.encoder(), place.decoder()
     place.damage(place.stored_files(encoder, encoder.ask(picture(1))), removed)
@@ -119,7 +119,7 @@ def stores_again_what_was_lost(place: Place) -> None:
 @rule(
     why="Mounts are lost and buckets deleted. Engines can still answer from the pixels.",
 )
-def outlives_its_store(place: Place) -> None:
+def answers_without_its_store(place: Place) -> None:
     """If the whole store is gone, engines encode and still answer."""
     encoder, decoder = place.encoder(), place.decoder()
     place.stored(encoder, encoder.ask(picture(1)))
@@ -134,7 +134,7 @@ def outlives_its_store(place: Place) -> None:
 @rule(
     why="A hook that waits stops every request of the engine, even without media.",
 )
-def is_not_held_up_by_a_hanging_store(place: Place) -> None:
+def does_not_wait_for_a_hanging_store(place: Place) -> None:
     """A store that hangs delays no hook."""
     encoder, decoder = place.encoder(), place.decoder()
     decoder.ask(picture(7))

@@ -28,7 +28,7 @@ def hand_over(encoder: Engine, decoder: Engine, *pictures: Picture) -> Ticket:
     why="Routers send prefill and decode engines the encoder's report instead of the image. If an "
     "encoder answers before its embedding is stored, the connector must make readers wait.",
 )
-def arrives_without_pixels(place: Place) -> None:
+def loads_without_pixels(place: Place) -> None:
     """An engine without the pixels gets the embedding from the engine that encoded them."""
     encoder, decoder = place.encoder(), place.decoder()
     hand_over(encoder, decoder, picture(1))
@@ -38,7 +38,7 @@ def arrives_without_pixels(place: Place) -> None:
 @rule(
     why="This is the purpose of the connector.",
 )
-def saves_an_encode(place: Place) -> None:
+def avoids_a_second_encode(place: Place) -> None:
     """An engine that has the pixels loads a stored embedding instead of computing it again."""
     encoder, decoder = place.encoder(), place.decoder()
     encoded = encoder.ask(picture(1))
@@ -49,7 +49,7 @@ def saves_an_encode(place: Place) -> None:
 @rule(
     why="Each turn of a conversation contains its old images, and often a new one.",
 )
-def mixes_stored_and_new(place: Place) -> None:
+def handles_stored_and_new_images(place: Place) -> None:
     """A request may contain both stored and new images."""
     encoder, decoder = place.encoder(), place.decoder()
     encoded = encoder.ask(picture(1), picture(3))
@@ -63,9 +63,9 @@ def mixes_stored_and_new(place: Place) -> None:
 
 
 @rule(
-    why="vLLM tells the connector only of the first; the second uses the same cache entry.",
+    why="vLLM reports only the first to the connector; the second uses the same cache entry.",
 )
-def loads_one_picture_twice(place: Place) -> None:
+def handles_the_same_image_twice(place: Place) -> None:
     """A request may contain the same image twice."""
     encoder, decoder = place.encoder(), place.decoder()
     hand_over(encoder, decoder, picture(1), picture(2), picture(1))
@@ -74,7 +74,7 @@ def loads_one_picture_twice(place: Place) -> None:
 @rule(
     why="vLLM allocates the item once. The connector must not wait for a second allocation.",
 )
-def serves_two_requests_in_one_step(place: Place) -> None:
+def handles_two_requests_in_one_step(place: Place) -> None:
     """Two requests of one step may need the same item."""
     encoder, decoder = place.encoder(), place.decoder()
     encoded = encoder.ask(picture(1))
@@ -112,7 +112,7 @@ def saves_views(place: Place) -> None:
 @rule(
     why="Video embeddings are the largest, and the most expensive to compute.",
 )
-def takes_videos(place: Place) -> None:
+def shares_videos(place: Place) -> None:
     """Other modalities than images are shared too."""
     encoder, decoder = place.encoder(), place.decoder()
     hand_over(encoder, decoder, replace(picture(1, num_embeds=64), modality="video"))
@@ -153,7 +153,7 @@ def saves_on_one_rank(place: Place) -> None:
     why="Clients choose identifiers. With rows of another image, or too few rows, answers are "
     "wrong at best.",
 )
-def tells_lengths_apart(place: Place) -> None:
+def distinguishes_lengths(place: Place) -> None:
     """An item with a known identifier and another number of embeddings never gets stored rows."""
     encoder, decoder = place.encoder(), place.decoder()
     place.stored(encoder, encoder.ask(picture(1, "reused", num_embeds=16)))

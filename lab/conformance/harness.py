@@ -226,12 +226,12 @@ def with_a_bit_flipped(path: Path) -> None:
     _replace(path, bytes(body))
 
 
-def foreign(path: Path) -> None:
+def with_other_contents(path: Path) -> None:
     """Replace the file by other bytes."""
     _replace(path, b"not an embedding at all\n" * 1000)
 
 
-def a_folder(path: Path) -> None:
+def replaced_by_a_folder(path: Path) -> None:
     """Replace the file by a folder."""
     path.unlink()
     path.mkdir()

@@ -59,7 +59,7 @@ PARAMS: tuple[Any, ...] = (
 @rule(
     why="The `uuid` of a chat request becomes the identifier unchanged, whatever it contains.",
 )
-def takes_any_identifier(place: Place) -> None:
+def accepts_any_identifier(place: Place) -> None:
     """No identifier that a client can choose kills an engine or lets its request hang."""
     encoder, decoder = place.encoder(), place.decoder()
     for identifier in (*IDENTIFIERS, str(place.root / "evil" / "x")):
@@ -70,7 +70,7 @@ def takes_any_identifier(place: Place) -> None:
 @rule(
     why="A client that chooses where a file is written can take over the machine.",
 )
-def stays_inside(place: Place) -> None:
+def writes_only_inside_its_folder(place: Place) -> None:
     """No identifier makes the connector write outside of its folder."""
     encoder, decoder = place.encoder(), place.decoder()
     for identifier in ("../../../evil", "a/../../../../evil", str(place.root / "evil" / "x")):
@@ -84,7 +84,7 @@ def stays_inside(place: Place) -> None:
 @rule(
     why="If two identifiers lead to one file, a client gets another client's embedding.",
 )
-def tells_identifiers_apart(place: Place) -> None:
+def distinguishes_identifiers(place: Place) -> None:
     """Different identifiers are different items, however similar they are."""
     encoder, decoder = place.encoder(), place.decoder()
     alike = ("a/b", "a//b", "a/./b", "a/x/../b", "A/b", "a/b ", "a/b\n", "a%2fb", "/a/b")
@@ -95,7 +95,7 @@ def tells_identifiers_apart(place: Place) -> None:
 @rule(
     why="They come unchecked from the JSON of a client's request.",
 )
-def takes_any_params(place: Place) -> None:
+def accepts_any_params(place: Place) -> None:
     """`ec_transfer_params` of any form kill no engine and change no answer."""
     encoder, decoder = place.encoder(), place.decoder()
     place.stored(encoder, encoder.ask(picture(1)))
@@ -109,7 +109,7 @@ def takes_any_params(place: Place) -> None:
 @rule(
     why="A client can announce an item that does not exist. Waiting for it must end.",
 )
-def waits_for_no_lie(place: Place) -> None:
+def ends_the_wait_for_a_false_announcement(place: Place) -> None:
     """An announced item that is never stored delays its request, and has no other effect."""
     decoder = place.decoder()
     lie = {"lie": {"metadata": {"image_grid_thw": [1, 2, 32]}, "item_indices": [0]}}

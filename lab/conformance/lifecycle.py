@@ -16,7 +16,7 @@ from lab.conformance.watch import auditing
     why="They run many times a second on the only thread that schedules requests. A network with "
     "20 ms of latency adds 20 ms to every token of every user.",
 )
-def spares_the_scheduler_thread(place: Place) -> None:
+def does_no_io_on_the_scheduler_thread(place: Place) -> None:
     """The scheduler's hooks do no I/O."""
     encoder, decoder = place.encoder(), place.decoder()
     for number in (1, 2):  # warms up: a first import, say, does not count
@@ -41,7 +41,7 @@ def _use_everything(encoder: Engine, decoder: Engine, seed: int) -> None:
 @rule(
     why="Routers may send a popular image to several encoders at the same time.",
 )
-def takes_two_writers(place: Place) -> None:
+def handles_two_writers(place: Place) -> None:
     """Two engines may save the same image at the same time."""
     first, second, decoder = place.encoder("first"), place.encoder("second"), place.decoder()
     for number in range(1, 4):
@@ -61,7 +61,7 @@ def takes_two_writers(place: Place) -> None:
 @rule(
     why="Both read and write what they share on that host.",
 )
-def takes_two_readers_on_a_host(place: Place) -> None:
+def handles_two_readers_on_one_host(place: Place) -> None:
     """Two engines of one host may load the same item at the same time."""
     encoder = place.encoder()
     readers = [place.decoder(name, host="one") for name in ("first", "second")]

@@ -12,7 +12,7 @@ from lab.conformance.violations import Effect, NotApplicable, require
 @rule(
     why="vLLM asks for the item in every step until the last of its tokens is computed.",
 )
-def takes_chunked_prefill(place: Place) -> None:
+def handles_chunked_prefill(place: Place) -> None:
     """A chunk of a chunked prefill may end inside an item."""
     encoder = place.encoder(max_num_batched_tokens=16)
     decoder = place.decoder(max_num_batched_tokens=10, max_num_seqs=4)
@@ -23,7 +23,7 @@ def takes_chunked_prefill(place: Place) -> None:
 @rule(
     why="vLLM then loads, computes and frees the items one after the other.",
 )
-def takes_a_small_encoder_cache(place: Place) -> None:
+def handles_a_small_encoder_cache(place: Place) -> None:
     """The encoder cache may be too small for all images of a request."""
     encoder = place.encoder(encoder_cache_embeds=20)
     decoder = place.decoder(encoder_cache_embeds=20)
@@ -52,7 +52,7 @@ def loads_again_after_preemption(place: Place) -> None:
     why="vLLM passes the number of tokens that are already computed. A connector that waits for "
     "items before that point, or fails without them, loses a request that could be answered.",
 )
-def lets_covered_items_be(place: Place) -> None:
+def ignores_items_in_the_kv_cache(place: Place) -> None:
     """A request does not need the items whose tokens are in the KV cache."""
     encoder = place.encoder()
     decoder = place.decoder(enable_prefix_caching=True)
@@ -70,7 +70,7 @@ def lets_covered_items_be(place: Place) -> None:
     why="The request then ends without some of the usual hooks. Work started for it must neither "
     "raise later nor leak.",
 )
-def takes_aborts(place: Place) -> None:
+def handles_aborts(place: Place) -> None:
     """A client may disconnect at any moment."""
     encoder, decoder = place.encoder(), place.decoder()
     encoded = encoder.ask(picture(1))
@@ -97,7 +97,7 @@ def takes_aborts(place: Place) -> None:
 @rule(
     why="vLLM postpones such a request. A connector that waits in a hook stops the engine.",
 )
-def holds_nobody_else_up(place: Place) -> None:
+def delays_no_other_request(place: Place) -> None:
     """A request that waits for its item delays no other request."""
     decoder = place.decoder()
     announced = {"late": {"metadata": {"image_grid_thw": [1, 2, 32]}, "item_indices": [0]}}
@@ -112,7 +112,7 @@ def holds_nobody_else_up(place: Place) -> None:
 @rule(
     why="vLLM runs such steps to flush finished requests. The V2 runner calls the connector then.",
 )
-def takes_empty_steps(place: Place) -> None:
+def handles_empty_steps(place: Place) -> None:
     """The connector handles steps without requests."""
     for engine in (place.encoder(), place.decoder()):
         for _ in range(3):
@@ -126,7 +126,7 @@ def takes_empty_steps(place: Place) -> None:
 @rule(
     why="Most requests have no media.",
 )
-def leaves_text_alone(place: Place) -> None:
+def ignores_requests_without_media(place: Place) -> None:
     """The connector does not affect requests without media."""
     for engine in (place.encoder(), place.decoder()):
         must_answer(engine.ask())
@@ -137,7 +137,7 @@ def leaves_text_alone(place: Place) -> None:
     why="If `request_finished` returns True without a KV connector, the request stays for ever. If "
     "`has_pending_push_work` stays True, the engine uses a core without need.",
 )
-def leaves_nothing_behind(place: Place) -> None:
+def removes_finished_requests(place: Place) -> None:
     """A finished request is removed, and an engine without requests becomes idle."""
     encoder, decoder = place.encoder(), place.decoder()
     hand_over(encoder, decoder, picture(1), picture(2))
@@ -153,7 +153,7 @@ def leaves_nothing_behind(place: Place) -> None:
 def consumers_write_nothing(place: Place) -> None:
     """An engine that only loads writes nothing to the store."""
     if place.roles == "both":
-        raise NotApplicable("here every engine saves")
+        raise NotApplicable("engines with the role `ec_both` save")
     decoder = place.decoder()
     must_answer(decoder.ask(picture(1), picture(2)))
     written = list(place.files())

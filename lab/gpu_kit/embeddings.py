@@ -10,8 +10,8 @@ from lab.gpu_kit.workers import MIB, EncoderHost, drawn
 _SHAPE = (1000, 64)
 
 
-def embeddings_are_the_same_in_every_dtype(bench: Bench) -> None:
-    """A loaded embedding has the saved bytes. Of a view, the store has the elements it shows."""
+def embeddings_are_unchanged_in_every_dtype(bench: Bench) -> None:
+    """A loaded embedding has the saved bytes. Of a view, the store has its own elements only."""
     store = bench.folder()
     embeddings = {str(dtype): drawn(*_SHAPE, dtype, bench.device) for dtype in DTYPES}
     embeddings["a view"] = drawn(64, 1000, torch.bfloat16, bench.device).T
@@ -28,7 +28,7 @@ def embeddings_are_the_same_in_every_dtype(bench: Bench) -> None:
             assert torch.equal(bits(found), bits(embedding.contiguous())), name
 
 
-def saves_of_embeddings_wait_for_nothing(bench: Bench) -> None:
+def embedding_saves_do_not_wait_for_the_device(bench: Bench) -> None:
     """A save blocks neither the worker thread nor vLLM's later kernels. It stores what earlier
     kernels write, although they have not begun; the encoder cache may release the tensor meanwhile.
     """
@@ -50,7 +50,7 @@ def saves_of_embeddings_wait_for_nothing(bench: Bench) -> None:
         assert torch.equal(bits(reader.cache["1"]), bits(computed))
 
 
-def loads_of_embeddings_wait_for_nothing(bench: Bench) -> None:
+def embedding_loads_do_not_wait_for_the_device(bench: Bench) -> None:
     """Kernels that are launched after the hook read the embedding, even if the encoder cache
     releases it and other loads are ordered before they begin.
     """
@@ -72,7 +72,7 @@ def loads_of_embeddings_wait_for_nothing(bench: Bench) -> None:
                 assert torch.equal(bits(read), bits(embedding))
 
 
-def a_device_without_memory_costs_one_save(bench: Bench) -> None:
+def full_device_memory_drops_only_one_save(bench: Bench) -> None:
     """To save a view the device copies it; without memory for the copy, that save is dropped."""
     bench.needs_gpu()
     with EncoderHost(bench, bench.folder(), buffer_bytes=256 * MIB) as host:
@@ -92,8 +92,8 @@ def a_device_without_memory_costs_one_save(bench: Bench) -> None:
 
 
 CHECKS: tuple[Check, ...] = (
-    embeddings_are_the_same_in_every_dtype,
-    saves_of_embeddings_wait_for_nothing,
-    loads_of_embeddings_wait_for_nothing,
-    a_device_without_memory_costs_one_save,
+    embeddings_are_unchanged_in_every_dtype,
+    embedding_saves_do_not_wait_for_the_device,
+    embedding_loads_do_not_wait_for_the_device,
+    full_device_memory_drops_only_one_save,
 )

@@ -111,14 +111,14 @@ def _ready(*servers: Server) -> None:
         server.wait_ready()
 
 
-def stages_apart_answer_like_one_engine(bench: Bench) -> None:
+def separate_stages_answer_like_one_engine(bench: Bench) -> None:
     """Encode, prefill and decode, behind the router, in 32 bits: the tokens are equal."""
     with Fleet(bench, "qwen2.5-vl", is_exact=True) as fleet:
         for answer, expected in _asked_in_stages(fleet):
             assert answer.token_ids == expected.token_ids
 
 
-def stages_apart_as_users_run_them(bench: Bench) -> None:
+def separate_stages_in_bfloat16_answer_like_one_engine(bench: Bench) -> None:
     """Encode, prefill and decode in bfloat16: the log-probabilities of tokens nearly agree."""
     with Fleet(bench, "qwen2.5-vl") as fleet:
         apart = [_distance(*answers) for answers in _asked_in_stages(fleet)]
@@ -150,7 +150,7 @@ def _asked_in_stages(fleet: Fleet) -> Iterator[tuple[Answer, Answer]]:
     assert client.counters(p.base_url)["ecshare_items_total", "loaded"] >= 2, "P has encoded"
 
 
-def ranks_share_with_engines_of_another_size(bench: Bench) -> None:
+def engines_of_one_and_two_ranks_share_kv(bench: Bench) -> None:
     """One rank, and two other ranks, load what two ranks have computed."""
     if bench.is_gpu and torch.cuda.device_count() < 2:
         raise Skipped("needs two GPUs")
@@ -170,7 +170,7 @@ def ranks_share_with_engines_of_another_size(bench: Bench) -> None:
                 _assert_all_but_one_cached(answer)
 
 
-def a_long_prompt_is_handed_over(bench: Bench) -> None:
+def long_prompt_is_handed_over(bench: Bench) -> None:
     """16,384 tokens from P to D: D computes one of them."""
     most_tokens = LONG_TOKENS + 1024
     with Fleet(bench, "qwen2", max_position_embeddings=most_tokens) as fleet:
@@ -194,7 +194,7 @@ def a_long_prompt_is_handed_over(bench: Bench) -> None:
         bench.notes.append(f"{num_tokens} tokens: {took_s:.2f} s, by stage {answer.stage_ms} ms")
 
 
-def steps_are_not_held_up_by_saves(bench: Bench) -> None:
+def token_gaps_during_saves_are_measured(bench: Bench) -> None:
     """Note the gaps between tokens of one answer while other prompts arrive; judge none."""
     with Fleet(bench, "qwen2") as fleet:
         plain, saving = fleet.start("plain"), fleet.start("saving", kv="producer")
@@ -255,9 +255,9 @@ def _assert_all_but_one_cached(answer: Answer) -> None:
 
 
 CHECKS: tuple[Check, ...] = (
-    stages_apart_answer_like_one_engine,
-    stages_apart_as_users_run_them,
-    ranks_share_with_engines_of_another_size,
-    a_long_prompt_is_handed_over,
-    steps_are_not_held_up_by_saves,
+    separate_stages_answer_like_one_engine,
+    separate_stages_in_bfloat16_answer_like_one_engine,
+    engines_of_one_and_two_ranks_share_kv,
+    long_prompt_is_handed_over,
+    token_gaps_during_saves_are_measured,
 )

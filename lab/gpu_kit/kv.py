@@ -30,8 +30,8 @@ def _expected(source: Tensor, source_ids: list[int], target: Tensor, ids: list[i
     return expected
 
 
-def kv_is_the_same_in_every_layout_and_dtype(bench: Bench) -> None:
-    """Saved in each layout, and loaded into that layout and another one; no other block changes."""
+def kv_is_unchanged_in_every_layout_and_dtype(bench: Bench) -> None:
+    """KV is saved in each layout, and loaded into it and another. Other blocks stay unchanged."""
     for turn, dtype in enumerate(DTYPES):
         for number, layout in enumerate(LAYOUTS):
             other = LAYOUTS[(number + 1 + turn % 5) % len(LAYOUTS)]
@@ -51,7 +51,7 @@ def kv_is_the_same_in_every_layout_and_dtype(bench: Bench) -> None:
                 assert torch.equal(bits(target), expected), f"{dtype} {layout} to {target_layout}"
 
 
-def heads_find_the_ranks_of_another_size(bench: Bench) -> None:
+def one_rank_loads_kv_of_two_ranks(bench: Bench) -> None:
     """One rank loads what two ranks have saved, in each layout."""
     half = replace(SMALL, heads=SMALL.heads // 2)
     for number, layout in enumerate(LAYOUTS):
@@ -71,8 +71,8 @@ def heads_find_the_ranks_of_another_size(bench: Bench) -> None:
         assert torch.equal(bits(target), _expected(source, source_ids, target, ids)), layout
 
 
-def kv_in_8_bits_changes_by_a_sixteenth_at_most(bench: Bench) -> None:
-    """Saved in each layout as 8-bit floats, and loaded into another one."""
+def kv_stored_in_8_bits_differs_by_at_most_a_sixteenth(bench: Bench) -> None:
+    """KV is saved in each layout as 8-bit floats, and loaded into another layout."""
     for number, layout in enumerate(LAYOUTS):
         dtype = DTYPES[number % 3]
         source = make_cache(SMALL, layout, dtype, bench.device)
@@ -92,7 +92,7 @@ def kv_in_8_bits_changes_by_a_sixteenth_at_most(bench: Bench) -> None:
         assert bool(target[:, ids].any()), "nothing was loaded"
 
 
-def saves_of_kv_wait_for_nothing(bench: Bench) -> None:
+def kv_saves_do_not_wait_for_the_device(bench: Bench) -> None:
     """A save stores what earlier kernels write, although they have not begun, and not what later
     kernels write: blocks may be overwritten at once.
     """
@@ -124,7 +124,7 @@ def saves_of_kv_wait_for_nothing(bench: Bench) -> None:
                 assert torch.equal(bits(target)[:, ids], expected[:, ids]), layout
 
 
-def kernels_are_tried_on_the_device(bench: Bench) -> None:
+def kernels_write_where_saves_read(bench: Bench) -> None:
     """Kernels write tokens to where saves read them, in each layout: engines with different layouts
     read each other's blocks. Trying the kernels changes nothing in the cache.
     """
@@ -144,7 +144,7 @@ def kernels_are_tried_on_the_device(bench: Bench) -> None:
         assert torch.equal(bits(target)[:, ids], before[:, ids]), f"{layout} to {other}"
 
 
-def kernels_that_write_elsewhere_share_nothing(bench: Bench) -> None:
+def unexpected_block_layout_is_refused(bench: Bench) -> None:
     """An engine whose blocks have another layout than expected must not store them."""
     cache = make_cache(SMALL, "LBNHC", torch.bfloat16, bench.device)
     try:
@@ -154,7 +154,7 @@ def kernels_that_write_elsewhere_share_nothing(bench: Bench) -> None:
     raise AssertionError("the cache is not refused")
 
 
-def loads_of_kv_wait_for_nothing(bench: Bench) -> None:
+def kv_loads_do_not_wait_for_the_device(bench: Bench) -> None:
     """Loads do not block, but their copies run after the kernels that vLLM launched before."""
     source = make_cache(SMALL, "LBHNC", torch.bfloat16, bench.device)
     fill(source, 1)
@@ -176,15 +176,15 @@ def loads_of_kv_wait_for_nothing(bench: Bench) -> None:
                 reader.load(str(number), *pieces)
                 reader.wait_idle()
                 is_early = reader.end_step().requests and number and bench.is_gpu
-                assert not is_early, "reported before the device had come to it"
+                assert not is_early, "reported before the copies had run"
             assert not reader.settle().invalid_blocks
             bench.finish()
     assert torch.equal(bits(target)[:, ids], bits(source)[:, ids])
     assert not bits(target)[:, len(ids) :].any()
 
 
-def a_cache_that_sleeps_is_not_touched(bench: Bench) -> None:
-    """`unregister` returns only when no copy is in flight."""
+def unregistered_cache_is_not_accessed(bench: Bench) -> None:
+    """`unregister` returns only when no copy is in flight. Until `restore`, loads fail."""
     source = make_cache(SMALL, "LBHNC", torch.bfloat16, bench.device)
     fill(source, 1)
     before, store, ids = bits(source).clone(), bench.folder(), list(range(6))
@@ -208,12 +208,12 @@ def a_cache_that_sleeps_is_not_touched(bench: Bench) -> None:
 
 
 CHECKS: tuple[Check, ...] = (
-    kv_is_the_same_in_every_layout_and_dtype,
-    heads_find_the_ranks_of_another_size,
-    kv_in_8_bits_changes_by_a_sixteenth_at_most,
-    kernels_are_tried_on_the_device,
-    kernels_that_write_elsewhere_share_nothing,
-    saves_of_kv_wait_for_nothing,
-    loads_of_kv_wait_for_nothing,
-    a_cache_that_sleeps_is_not_touched,
+    kv_is_unchanged_in_every_layout_and_dtype,
+    one_rank_loads_kv_of_two_ranks,
+    kv_stored_in_8_bits_differs_by_at_most_a_sixteenth,
+    kernels_write_where_saves_read,
+    unexpected_block_layout_is_refused,
+    kv_saves_do_not_wait_for_the_device,
+    kv_loads_do_not_wait_for_the_device,
+    unregistered_cache_is_not_accessed,
 )

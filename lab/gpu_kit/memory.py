@@ -28,14 +28,14 @@ def _moved(bench: Bench, source: Tensor, target: Tensor, buffer_bytes: int) -> N
         for some in (pieces[:half], pieces[half:]):
             writer.save(*some)
             writer.settle()
-        assert not writer.counts().get("blocks/dropped"), "the buffer was not used again"
+        assert not writer.counts().get("blocks/dropped"), "the buffer was not reused"
     with KVHost(bench, target, store, host_cache=host_cache, buffer_bytes=buffer_bytes) as reader:
         reader.load("r", *pieces)
         assert not reader.settle().invalid_blocks
 
 
-def kv_takes_little_memory_of_the_device(bench: Bench) -> None:
-    """A step of 8,192 tokens of an 8B-class model, there and back: at most 64 MiB are ours."""
+def kv_uses_at_most_64_mib_of_device_memory(bench: Bench) -> None:
+    """For a step of 8,192 tokens of an 8B-class model, saved and loaded, we use 64 MiB at most."""
     sizes = EIGHT_B if bench.is_gpu else replace(EIGHT_B, layers=2, blocks=64)
     source = make_cache(sizes, "LBHNC", torch.bfloat16, bench.device)
     target = torch.zeros_like(source)
@@ -57,7 +57,7 @@ def kv_takes_little_memory_of_the_device(bench: Bench) -> None:
     assert torch.equal(bits(source), bits(target))
 
 
-def loads_of_embeddings_use_memory_again(bench: Bench) -> None:
+def embedding_loads_reuse_device_memory(bench: Bench) -> None:
     """Loads reuse the memory that vLLM releases, although their stream has a pool of its own."""
     bench.needs_gpu()
     with EncoderHost(bench, bench.folder(), buffer_bytes=256 * MIB) as host:
@@ -85,7 +85,7 @@ def _pinned_by_torch() -> int:
 
 
 def pinned_memory_is_bounded(bench: Bench) -> None:
-    """`buffer_bytes` and 32 MiB for a worker that shares KV, `buffer_bytes` for embeddings."""
+    """A worker pins at most `buffer_bytes` + 32 MiB for KV, and `buffer_bytes` for embeddings."""
     bench.needs_gpu()
     limit = 64 * MIB
     cache = make_cache(SMALL, "LBHNC", torch.bfloat16, bench.device)
@@ -107,10 +107,10 @@ def pinned_memory_is_bounded(bench: Bench) -> None:
                 encoder.load(name)
             assert pinned.num_bytes - before <= limit
     bench.notes.append(f"{pinned.most_bytes / MIB:.0f} MiB were pinned at most")
-    assert _pinned_by_torch() <= by_torch, "torch has pinned some too"
+    assert _pinned_by_torch() <= by_torch, "torch has pinned memory too"
 
 
-def a_rank_is_on_its_own_device_alone(bench: Bench) -> None:
+def rank_uses_only_its_own_device(bench: Bench) -> None:
     """No thread of a rank creates a context on another device of the host."""
     bench.needs_gpu()
     others = [each for each in range(torch.cuda.device_count()) if each != bench.device.index]
@@ -128,8 +128,8 @@ def a_rank_is_on_its_own_device_alone(bench: Bench) -> None:
 
 
 CHECKS: tuple[Check, ...] = (
-    kv_takes_little_memory_of_the_device,
-    loads_of_embeddings_use_memory_again,
+    kv_uses_at_most_64_mib_of_device_memory,
+    embedding_loads_reuse_device_memory,
     pinned_memory_is_bounded,
-    a_rank_is_on_its_own_device_alone,
+    rank_uses_only_its_own_device,
 )

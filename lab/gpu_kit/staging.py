@@ -19,7 +19,7 @@ def _reserved(staging: Staging, tensor: torch.Tensor) -> Slab:
     return slab
 
 
-def slabs_hold_what_was_on_the_device(bench: Bench) -> None:
+def copies_to_slabs_keep_every_byte(bench: Bench) -> None:
     """Slabs hold tensors of any dtype, with any strides."""
     staging = Staging(bench.device, 4 * MIB)
     for dtype in DTYPES:
@@ -34,7 +34,7 @@ def slabs_hold_what_was_on_the_device(bench: Bench) -> None:
     assert staging.used_bytes == 0
 
 
-def copied_in_is_what_was_stored(bench: Bench) -> None:
+def copies_to_the_device_keep_every_byte(bench: Bench) -> None:
     """Read-only memory is copied by way of reused slabs, or directly if they are too small."""
     for num_bytes in (4 * MIB, 4096):
         staging = Staging(bench.device, num_bytes)
@@ -52,7 +52,7 @@ def copied_in_is_what_was_stored(bench: Bench) -> None:
 
 
 def slabs_are_pinned_and_unpinned(bench: Bench) -> None:
-    """All slabs are pinned at the start, and none is once the last user has gone."""
+    """All slabs are pinned at the start, and none once nothing uses them."""
     bench.needs_gpu()
     with Pinned().watching() as pinned:
         staging = Staging(bench.device, 3 * MIB)
@@ -65,7 +65,7 @@ def slabs_are_pinned_and_unpinned(bench: Bench) -> None:
         assert not pinned.num_bytes, "unused memory stays pinned"
 
 
-def parts_of_an_arena_do_not_overlap(bench: Bench) -> None:
+def arena_parts_do_not_overlap(bench: Bench) -> None:
     """Parts do not overlap, even after some were released."""
     arena = Arena(MIB, bench.device)
     first, second = arena.take(300_000), arena.take(300_000)
@@ -81,7 +81,7 @@ def parts_of_an_arena_do_not_overlap(bench: Bench) -> None:
     assert arena.take(MIB) is None
 
 
-def a_copy_that_is_on_its_way_keeps_its_slab(bench: Bench) -> None:
+def slab_is_not_reused_while_a_copy_is_in_flight(bench: Bench) -> None:
     """A copy in flight does not overwrite the memory of the next owner."""
     staging = Staging(bench.device, PROLOGUE_BYTES + MIB)
     tensor = torch.ones(MIB // 4, device=bench.device)
@@ -97,9 +97,9 @@ def a_copy_that_is_on_its_way_keeps_its_slab(bench: Bench) -> None:
         again.release()
 
 
-def a_tensor_may_be_let_go_while_it_is_copied(bench: Bench) -> None:
-    """Its memory is not reused before the copy. The link is kept busy, so that the copy is late:
-    later kernels do not wait for it.
+def tensor_may_be_released_while_it_is_copied(bench: Bench) -> None:
+    """The memory of a released tensor is not reused before its copy has run. The link is kept busy,
+    so that the copy is late: later kernels do not wait for it.
     """
     staging = Staging(bench.device, 80 * MIB)
     large = drawn(1024, 64 * 1024, torch.uint8, bench.device)
@@ -119,10 +119,10 @@ def a_tensor_may_be_let_go_while_it_is_copied(bench: Bench) -> None:
 
 
 CHECKS: tuple[Check, ...] = (
-    slabs_hold_what_was_on_the_device,
-    copied_in_is_what_was_stored,
+    copies_to_slabs_keep_every_byte,
+    copies_to_the_device_keep_every_byte,
     slabs_are_pinned_and_unpinned,
-    parts_of_an_arena_do_not_overlap,
-    a_copy_that_is_on_its_way_keeps_its_slab,
-    a_tensor_may_be_let_go_while_it_is_copied,
+    arena_parts_do_not_overlap,
+    slab_is_not_reused_while_a_copy_is_in_flight,
+    tensor_may_be_released_while_it_is_copied,
 )

@@ -18,7 +18,7 @@ _LAYOUTS = ("LBHNC", "BHLNC")
 """The layouts with the fewest copies for each block, and with the most."""
 
 
-def large_saves_wait_for_nothing(bench: Bench) -> None:
+def large_saves_do_not_wait_for_the_device(bench: Bench) -> None:
     """The driver accepts all copies while the device works. Blocks are in random order, so that no
     copy covers two of them.
     """
@@ -47,8 +47,8 @@ def large_saves_wait_for_nothing(bench: Bench) -> None:
             )
 
 
-def later_kernels_wait_for_saves(bench: Bench) -> None:
-    """Note for how long: blocks may be overwritten once they are copied."""
+def delay_of_kernels_by_saves_is_measured(bench: Bench) -> None:
+    """Note the delay: a save's copies must end before later kernels overwrite its blocks."""
     bench.needs_gpu()
     for layout in _LAYOUTS:
         cache = make_cache(EIGHT_B, layout, torch.bfloat16, bench.device)
@@ -79,8 +79,8 @@ def _held_up_ms(bench: Bench, host: KVHost, ids: list[int], prompt: str) -> floa
     return float(before.elapsed_time(behind))
 
 
-def copies_use_the_link(bench: Bench) -> None:
-    """Note their share of it, measured once; benchmarks.gpu takes the median of several rounds."""
+def copy_bandwidth_is_measured(bench: Bench) -> None:
+    """Note the share of the link that copies use, measured once; see benchmarks.gpu for medians."""
     bench.needs_gpu()
     link.copies(bench, replace(EIGHT_B, blocks=link.CHUNK_BLOCKS))  # warms up
     found = link.copies(bench, EIGHT_B)
@@ -90,7 +90,7 @@ def copies_use_the_link(bench: Bench) -> None:
 
 
 CHECKS: tuple[Check, ...] = (
-    large_saves_wait_for_nothing,
-    later_kernels_wait_for_saves,
-    copies_use_the_link,
+    large_saves_do_not_wait_for_the_device,
+    delay_of_kernels_by_saves_is_measured,
+    copy_bandwidth_is_measured,
 )

@@ -85,15 +85,15 @@ def play(
 @pytest.mark.parametrize(
     ("connector", "rule", "effect"),
     [
-        (Raises, "leaves_nothing_behind", Effect.ENGINE_DIES),
+        (Raises, "removes_finished_requests", Effect.ENGINE_DIES),
         (PromisesTooMuch, "consumers_write_nothing", Effect.ENGINE_DIES),
-        (WaitsForEver, "waits_for_no_lie", Effect.HANGS),
-        (DelaysTheEnd, "leaves_nothing_behind", Effect.HANGS),
-        (SpoilsRows, "arrives_without_pixels", Effect.WRONG_ROWS),
-        (NeverRests, "leaves_text_alone", Effect.HANGS),
-        (Unpicklable, "leaves_text_alone", Effect.ENGINE_DIES),
-        (LooksIntoTheStore, "spares_the_scheduler_thread", Effect.EVERYONE_WAITS),
-        (Forgets, "arrives_without_pixels", Effect.REQUEST_FAILS),
+        (WaitsForEver, "ends_the_wait_for_a_false_announcement", Effect.HANGS),
+        (DelaysTheEnd, "removes_finished_requests", Effect.HANGS),
+        (SpoilsRows, "loads_without_pixels", Effect.WRONG_ROWS),
+        (NeverRests, "ignores_requests_without_media", Effect.HANGS),
+        (Unpicklable, "ignores_requests_without_media", Effect.ENGINE_DIES),
+        (LooksIntoTheStore, "does_no_io_on_the_scheduler_thread", Effect.EVERYONE_WAITS),
+        (Forgets, "loads_without_pixels", Effect.REQUEST_FAILS),
     ],
 )
 def test_kit_finds_each_broken_connector(
@@ -106,14 +106,14 @@ def test_kit_finds_each_broken_connector(
 @pytest.mark.parametrize(
     ("rule", "effect"),
     [
-        ("stays_inside", Effect.ESCAPES),
-        ("fails_a_lost_item_alone", Effect.ENGINE_DIES),
+        ("writes_only_inside_its_folder", Effect.ESCAPES),
+        ("fails_only_the_request_of_a_lost_item", Effect.ENGINE_DIES),
         ("survives_objects_with_a_bit_flipped", Effect.WRONG_ROWS),
-        ("tells_identifiers_apart", Effect.WRONG_ROWS),
-        ("tells_lengths_apart", Effect.WRONG_ROWS),
-        ("keeps_its_promise", Effect.ENGINE_DIES),
+        ("distinguishes_identifiers", Effect.WRONG_ROWS),
+        ("distinguishes_lengths", Effect.WRONG_ROWS),
+        ("loads_promised_items", Effect.ENGINE_DIES),
         ("saves_on_one_rank", Effect.NO_USE),
-        ("spares_the_scheduler_thread", Effect.EVERYONE_WAITS),
+        ("does_no_io_on_the_scheduler_thread", Effect.EVERYONE_WAITS),
     ],
 )
 def test_kit_finds_the_example_connectors_faults(vlm: Path, rule: str, effect: Effect) -> None:
@@ -122,7 +122,7 @@ def test_kit_finds_the_example_connectors_faults(vlm: Path, rule: str, effect: E
 
 
 def test_kit_passes_rules_that_the_example_connector_keeps(vlm: Path) -> None:
-    for rule in ("arrives_without_pixels", "takes_chunked_prefill", "loads_on_every_rank"):
+    for rule in ("loads_without_pixels", "handles_chunked_prefill", "loads_on_every_rank"):
         found = play(vlm, rule, ECExampleConnector, shared_storage_path="{folder}")
         assert found.verdict is Verdict.HOLDS, found.said
 
@@ -135,12 +135,12 @@ def test_command_writes_a_report_and_fails_for_a_broken_rule(
         f"--connector={EXAMPLE}:ECExampleConnector",
         '--extra-config={"shared_storage_path": "{folder}"}',
         *("--runner=v1", "--roles=apart", f"--model={vlm}", f"--report={page}"),
-        *("--rule=stays_inside", "--rule=leaves_text_alone"),
+        *("--rule=writes_only_inside_its_folder", "--rule=ignores_requests_without_media"),
     ]
     assert __main__.main(command) == 1
     assert "2 rules, 1 broken" in capsys.readouterr().out
-    assert "| `stays_inside` | a client writes outside" in page.read_text()
-    assert __main__.main([*command[:-2], "--rule=leaves_text_alone"]) == 0
+    assert "| `writes_only_inside_its_folder` | a client writes outside" in page.read_text()
+    assert __main__.main([*command[:-2], "--rule=ignores_requests_without_media"]) == 0
 
 
 @pytest.mark.parametrize("wrong", ["--connector=no.such:Class", "--connector=os:Nothing"])
@@ -151,7 +151,7 @@ def test_missing_connector_is_named(wrong: str, capsys: pytest.CaptureFixture[st
 
 
 def test_report_page_escapes_text_for_its_table() -> None:
-    rule = RULES["stays_inside"]
+    rule = RULES["writes_only_inside_its_folder"]
     broken = Result(rule, "v1", "apart", Verdict.BROKEN, "a | b\nc", Effect.ESCAPES, ("a note",))
     written = report.page("Theirs", "0.0", [broken])
     assert "a \\| b c" in written

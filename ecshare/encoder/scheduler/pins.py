@@ -33,14 +33,14 @@ class LatePins:
         heapq.heappush(self._pins, (release_s, self._num_added, pin))
 
     def let_go(self) -> None:
-        """Close the pins whose time is over and, if there are too many, the next ones."""
-        self._close_until(time.monotonic())
+        """Close the pins that are due and, if there are too many, those due next."""
+        self._close_due(time.monotonic())
 
     def close(self) -> None:
         """Close all pins."""
-        self._close_until(float("inf"))
+        self._close_due(float("inf"))
 
-    def _close_until(self, now_s: float) -> None:
+    def _close_due(self, now_s: float) -> None:
         num_excess = len(self._pins) - self._limit
         while self._pins and (self._pins[0][0] <= now_s or num_excess > 0):
             num_excess -= 1

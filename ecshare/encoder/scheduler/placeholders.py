@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
     from vllm.multimodal.inputs import MultiModalFeatureSpec
 
-_REMEMBERED_ITEMS = 10_000
+_MAX_RECORDED = 10_000
 # Models of the Qwen2.5-VL and Omni families compute token positions from these fields, which vLLM
 # does not publish. If a field is absent they assume this value. With any other value a consumer
 # without the video would use wrong positions. Processors may add the fields to items without video.
-_ASSUMED = {"second_per_grid_ts": 1.0, "use_audio_in_video": 0.0}
+_ASSUMED_VALUES = {"second_per_grid_ts": 1.0, "use_audio_in_video": 0.0}
 
 
 class Placeholders:
@@ -30,7 +30,7 @@ class Placeholders:
     def __init__(self, model_config: "ModelConfig") -> None:
         """Prepare to ask vLLM which fields the model needs, once for each modality."""
         self._resolver = PlaceholderMetadataResolver(model_config)
-        self._known: Recent[str, dict[str, Any]] = Recent(_REMEMBERED_ITEMS)
+        self._recorded: Recent[str, dict[str, Any]] = Recent(_MAX_RECORDED)
 
     def can_encode(self, feature: "MultiModalFeatureSpec") -> bool:
         """Return whether the item contains pixels or sound, not only placeholder metadata."""
@@ -40,7 +40,7 @@ class Placeholders:
         # Called twice for every item of every request. Iterating over the UserDict itself is ten
         # times slower than over its dict.
         for name, element in feature.data.data.items():
-            if element.data is not None and name not in fields and name not in _ASSUMED:
+            if element.data is not None and name not in fields and name not in _ASSUMED_VALUES:
                 return True
         return False
 
@@ -51,8 +51,8 @@ class Placeholders:
         of an item that a later process has cached.
         """
         (entry,) = collect_ec_item_metadata([feature], self._resolver).values()
-        metadata = self._checked(feature, entry["metadata"])
-        self._known[feature.identifier] = metadata
+        metadata = self._corrected(feature, entry["metadata"])
+        self._recorded[feature.identifier] = metadata
         return metadata
 
     def announcement(self, features: "Sequence[MultiModalFeatureSpec]") -> dict[str, Any]:
@@ -63,10 +63,10 @@ class Placeholders:
         for feature in features:
             entry = entries[feature.identifier]
             entry["modality"] = feature.modality  # vLLM does so itself since 0.33
-            entry["metadata"] = self._checked(feature, entry["metadata"])
+            entry["metadata"] = self._corrected(feature, entry["metadata"])
         return entries
 
-    def _checked(
+    def _corrected(
         self, feature: "MultiModalFeatureSpec", collected: dict[str, Any]
     ) -> dict[str, Any]:
         """Return the metadata that vLLM has `collected`, corrected where vLLM lacks or omits
@@ -74,7 +74,7 @@ class Placeholders:
         """
         if self._gives_wrong_positions(feature):
             return {}
-        return collected or self._known.get(feature.identifier, {})
+        return collected or self._recorded.get(feature.identifier, {})
 
     def _gives_wrong_positions(self, feature: "MultiModalFeatureSpec") -> bool:
         """Return whether the metadata would give a consumer wrong token positions for the item."""
@@ -86,5 +86,5 @@ class Placeholders:
             name in values
             and name not in published
             and not torch.all(torch.as_tensor(values[name]) == assumed)
-            for name, assumed in _ASSUMED.items()
+            for name, assumed in _ASSUMED_VALUES.items()
         )

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler half: which media items are on this host, which must be encoded, which are lost.
+"""The scheduler half: decides for each media item whether it is loaded, encoded or lost.
 
-vLLM takes "yes, I have it" as a promise without a way back: an item that is promised and then
-cannot be loaded kills the engine. So an embedding is fetched into the host cache, verified and
-pinned BEFORE this half says yes. Every hook runs on the scheduler thread, many times a second: it
-polls and looks into dictionaries; it never touches storage, but for a few looks a step at a host
-cache that is in memory, and never waits, but for a moment in a step that computes nothing.
+vLLM takes "has the item" as a promise that cannot be withdrawn: if the item then cannot be loaded,
+the engine dies. So an embedding is fetched into the host cache, verified and pinned BEFORE this
+half promises it. Every hook runs on the scheduler thread, many times a second. It polls the
+transfer engine and reads dictionaries. It does no I/O, except that it reads a few items a step from
+a host cache in memory. It never waits, except for up to 3 ms in a step that computes nothing.
 
-`items` knows what becomes of an item, `loads` and `saves` what the workers are told of it. Here is
-who waits for which item.
+`items.py` holds the state of each item, `load_plan.py` and `saves.py` the orders for the workers.
+This module records which requests need which items.
 """
 
 import logging
@@ -46,18 +46,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# vLLM's encoder cache has room for no more items than this, by far.
+# Far more items than vLLM's encoder cache has room for.
 _MAX_CACHED = 10_000
-# vLLM's own identifiers have 64 characters. A client's may have any number, and to hash megabytes
-# on the scheduler thread would hold up every other request: longer ones are not shared.
+# vLLM's own identifiers have 64 characters. Those of clients may have any number. An item whose
+# identifier is longer than this is not shared: hashing megabytes on the scheduler thread would
+# delay every other request.
 MAX_IDENTIFIER_CHARS = 4096
 
 
 class EncoderScheduler:
     """Decides for each media item: load, encode, wait or fail.
 
-    Ownership: everything belongs to vLLM's scheduler thread; the transfer engine has its own thread
-    and meets this one in `poll`.
+    Ownership: vLLM's scheduler thread owns all fields. The transfer engine has its own thread, and
+    passes results to this one in `poll`.
     """
 
     def __init__(
@@ -68,7 +69,8 @@ class EncoderScheduler:
         engine: TransferEngine,
         ledger: Ledger | None = None,
     ) -> None:
-        """Own `engine` from now on. `ledger`: where workers write what vLLM does not report."""
+        """Own `engine` and `ledger` from now on. `ledger`: where workers write the counts that
+        vLLM drops."""
         self._facts = facts
         self._placeholders = placeholders
         self._engine = engine
@@ -84,21 +86,23 @@ class EncoderScheduler:
         self._loads = LoadPlan(self._items.limit)
         save_after = config.save_after if facts.role.is_consumer else 1
         self._saves = SavePlan(self._items, engine.stats, save_after)
-        self._wanted: dict[str, set[str]] = {}  # request id -> identifiers
-        # Of requests that need no item any more: how many they have, and where the last one ends.
-        self._passed: dict[str, tuple[int, int]] = {}
-        self._lost: set[str] = set()  # requests to fail
-        # What vLLM's encoder cache holds, as far as it tells, and the number of embeddings: it does
-        # not say that it was reset. Kept by engines that store nothing; others ask what they are to
-        # store or to announce.
+        # By request: the identifiers of the items that have it among their waiters.
+        self._identifiers: dict[str, set[str]] = {}
+        # By request whose items are all computed: how many it has, and where the last one ends.
+        self._computed: dict[str, tuple[int, int]] = {}
+        # Requests to fail, because an item can be neither loaded nor encoded.
+        self._failing: set[str] = set()
+        # The items in vLLM's encoder cache, with their numbers of embeddings, as far as vLLM
+        # reports its contents: it does not report a reset. Empty on producers, which look up each
+        # item in order to store or announce it.
         self._cached: Recent[str, int] = Recent(_MAX_CACHED)
 
     @classmethod
     def start(cls, vllm_config: "VllmConfig", config: EncoderConfig) -> "EncoderScheduler":
         """Start the I/O thread and check that the store answers.
 
-        An engine whose embeddings cannot be shared gets a half that does nothing, and says why
-        once.
+        An engine whose embeddings cannot be shared gets a half that does nothing, and logs the
+        reason once.
 
         Raises:
             ConfigError: the store cannot be used; names the option and the fix.
@@ -115,7 +119,7 @@ class EncoderScheduler:
         )
         facts = encoder_facts(vllm_config, role, namespace, is_shareable=why_not is None)
         if facts.is_shareable:
-            _warn(vllm_config, config, facts)
+            _log_risks(vllm_config, config, facts)
             log_sharing(
                 "embeddings",
                 config,
@@ -130,38 +134,39 @@ class EncoderScheduler:
     # --- hooks ---
 
     def ready(self, request: "Request", num_computed_tokens: int) -> bool:
-        """Whether no item that `request` still needs is on its way.
+        """Return whether each item that `request` still needs can be loaded or encoded now.
 
-        O(items) until they are all computed, O(1) then: vLLM asks in every step of a request. Items
-        that end before `num_computed_tokens` are covered by KV and need nothing. An item that is
-        lost and cannot be encoded marks the request for `take_unavailable`.
+        O(items) until all items are computed, then O(1): vLLM asks in every step of a request.
+        Items that end within `num_computed_tokens` are in the KV cache and are not needed. If an
+        item can be neither loaded nor encoded, the request is marked for `take_unavailable`.
         """
         request_id, features = request.request_id, request.mm_features
-        passed = self._passed.get(request_id)
-        if passed and passed[0] == len(features) and passed[1] <= num_computed_tokens:
+        computed = self._computed.get(request_id)
+        if computed and computed[0] == len(features) and computed[1] <= num_computed_tokens:
             return True
         if not self._facts.is_shareable:
             features = []
         needed = [feature for feature in features if _end(feature) > num_computed_tokens]
-        if len(needed) < len(features) and request_id in self._wanted:
+        if len(needed) < len(features) and request_id in self._identifiers:
             self._release(request_id, {feature.identifier for feature in needed})
         if not needed:
-            self._passed[request_id] = len(features), max(map(_end, features), default=0)
+            self._computed[request_id] = len(features), max(map(_end, features), default=0)
             return True
-        self._passed.pop(request_id, None)  # preempted, or a session that goes on
+        self._computed.pop(request_id, None)  # preempted, or its session continues
         self._engine.poll()
-        if request_id not in self._wanted and not self._items.has_room:
-            return False  # nothing is asked yet, so its time does not run
-        # A list: every item is asked for at once, not one after the other.
+        if request_id not in self._identifiers and not self._items.has_room:
+            return False  # no look-up has begun, so `wait_s` does not run yet
+        # A list, because `all` stops at the first False: all look-ups shall begin in this step.
         return all([self._is_settled(request, feature) for feature in needed])
 
     def has(self, identifier: str) -> bool:
-        """Whether the item is loaded or stored rather than encoded. No I/O."""
+        """Return whether the item need not be encoded: it is pinned, or in the store. No I/O."""
         item = self._items.get(identifier)
         return item is not None and item.phase in (Phase.READY, Phase.STORED)
 
     def allocated(self, request: "Request", index: int) -> None:
-        """Item `index` has a place in the encoder cache: load it, or count the encode."""
+        """Record that item `index` got a place in vLLM's encoder cache: order its load if this host
+        has it, and count whether it is loaded, stored or encoded."""
         identifier, stats = request.mm_features[index].identifier, self._engine.stats
         item = self._items.get(identifier)
         is_stored = item is not None and item.phase is Phase.STORED
@@ -183,9 +188,9 @@ class EncoderScheduler:
             self._cached[identifier] = num_embeds
 
     def orders(self, scheduled: dict[str, int], evicted: Sequence[str] = ()) -> Orders:
-        """Return what the workers shall do in a step that runs the requests of `scheduled`.
+        """Return the workers' orders for a step that runs the requests of `scheduled`.
 
-        `evicted`: identifiers of items that vLLM's encoder cache has dropped.
+        `evicted`: the identifiers of items that vLLM's encoder cache has evicted.
         """
         for identifier in evicted:
             self._cached.pop(identifier, None)
@@ -193,20 +198,20 @@ class EncoderScheduler:
         self._engine.begin_step()
         saves = self._save_orders(scheduled)
         self._loads.let_go()
-        if self._idle_steps.is_idle(scheduled) and self._wanted and self._engine.in_flight:
+        if self._idle_steps.is_idle(scheduled) and self._identifiers and self._engine.in_flight:
             self._engine.wait_idle()
         return Orders(self._loads.take(), saves)
 
     def finished(self, request: "Request") -> dict[str, Any] | None:
-        """Let go of what `request` still holds; return the announcement of a producer, else None.
+        """Release the items of `request`; return a producer's announcement, or None.
 
-        The announcement is vLLM's `ec_transfer_params`: per identifier the placeholder metadata
-        with which a consumer can do without the pixels. It lacks what is neither in the store nor
-        will be: the store has lost it, and vLLM will not encode it, believing that it has. Or this
-        half has declined to store it.
+        The announcement is vLLM's `ec_transfer_params`: by identifier, the placeholder metadata
+        with which a consumer needs no pixels. It omits the items that are not in the store and will
+        not be: those that this half has declined to store, and those that the store has lost and
+        that vLLM will not encode, because its own cache has an entry for them.
         """
-        self._lost.discard(request.request_id)
-        self._passed.pop(request.request_id, None)
+        self._failing.discard(request.request_id)
+        self._computed.pop(request.request_id, None)
         self._release(request.request_id, set())
         facts, unannounced = self._facts, self._saves.take_unannounced(request.request_id)
         if not facts.role.is_producer or not request.mm_features or not facts.is_shareable:
@@ -220,13 +225,14 @@ class EncoderScheduler:
         }
 
     def take_unavailable(self) -> set[str]:
-        """Return the requests to fail, once each; re-sending one runs its encode again."""
-        if self._lost:
-            self._engine.stats.add("items/failed", len(self._lost))
+        """Return the requests to fail, once each, and count them. If a client sends one again, its
+        items are encoded again."""
+        if self._failing:
+            self._engine.stats.add("items/failed", len(self._failing))
         return self.take_lost()
 
     def reported(self, report: Any) -> None:
-        """Take the workers' counts and note what they loaded; what is no report is ignored."""
+        """Record the workers' counts and what they have loaded. Ignore anything but a `Report`."""
         if not isinstance(report, Report):
             return
         self._totals.take(report.totals)
@@ -238,114 +244,120 @@ class EncoderScheduler:
         self._totals.read_ledger()
         return counter_stats(self._engine.take_counts("scheduler"))
 
-    # --- in place of hooks, once this half has given up ---
+    # --- instead of the hooks above, once this half has given up ---
 
     def give_up(self) -> None:
-        """Let go of all items. What was promised stays pinned until it must have been loaded."""
+        """Release all items. Promised ones stay pinned until their loads must have ended."""
         self._engine.stats.add("gave_up/scheduler")
-        for request_id in list(self._wanted):
+        for request_id in list(self._identifiers):
             self._release(request_id, set())
         self._items.flush()
 
     @property
     def has_lost_worker(self) -> bool:
-        """Whether a worker has said that it has given up: nothing more is to be promised."""
+        """Return whether a worker has reported that it has given up. If so, the caller must promise
+        nothing more."""
         return self._totals.has_lost_worker
 
     def can_do_without(self, request: "Request", num_computed_tokens: int) -> bool:
-        """As `ready`, where nothing is shared: what cannot be encoded is lost."""
+        """Do `ready`, but without loads: each item that `request` still needs must be encoded."""
         return not self._facts.is_shareable or all(
-            self._placeholders.can_encode(feature) or self._lose(request)
+            self._placeholders.can_encode(feature) or self._fail(request)
             for feature in request.mm_features
             if _end(feature) > num_computed_tokens
         )
 
     def is_promised(self, identifier: str) -> bool:
-        """Whether the item was said to be here in this step."""
+        """Return whether the item was promised to vLLM in this step."""
         return self._loads.is_promised(identifier)
 
     def keep_promise(self, identifier: str) -> None:
-        """Order the item to be loaded if it was promised, or else nothing: it is encoded."""
+        """Order the load of an item that was promised in this step. vLLM encodes any other."""
         self._loads.keep_promise(identifier)
 
     def promised_orders(self) -> Orders:
-        """Return orders for what was promised in this step."""
+        """Return the load orders of this step, and no save orders."""
         orders = Orders(self._loads.take())
         self._loads.let_go()
         return orders
 
     def take_lost(self) -> set[str]:
-        """As `take_unavailable`; counts nothing."""
-        lost, self._lost = self._lost, set()
-        return lost
+        """Do `take_unavailable`, but count nothing."""
+        failing, self._failing = self._failing, set()
+        return failing
 
-    # --- the rest ---
+    # --- resources ---
 
     @property
     def engine(self) -> TransferEngine:
-        """What moves the objects, which this half owns."""
+        """Return the transfer engine, which this half owns."""
         return self._engine
 
     def close(self) -> None:
-        """Unpin everything and stop the I/O thread."""
-        for request_id in list(self._wanted):
+        """Close all pins and stop the I/O thread."""
+        for request_id in list(self._identifiers):
             self._release(request_id, set())
         self._loads.close()
         self._engine.close()
         self._totals.close()
 
     def _save_orders(self, scheduled: dict[str, int]) -> tuple[SaveOrder, ...]:
-        """Have the absent items of this step's requests stored, if there are any."""
+        """Order the saves of the absent items that this step's requests need."""
         if not self._facts.role.is_producer or not self._items.unsaved:
             return ()
-        # Each request and each item is looked at once: a long queue may wait with many.
-        wanted = set().union(*(self._wanted.get(request_id, ()) for request_id in scheduled))
-        return self._saves.orders(wanted)
+        # Each request and each item is visited once: a long queue may hold many of both.
+        needed = set().union(*(self._identifiers.get(request_id, ()) for request_id in scheduled))
+        return self._saves.orders(needed)
 
     # --- items ---
 
     def _is_settled(self, request: "Request", feature: "MultiModalFeatureSpec") -> bool:
-        """Whether it is known what to do with one item of a request; asks the store if need be."""
+        """Return whether an item of `request` can be loaded or encoded now. Start its look-up or
+        fetch when `request` first needs it.
+
+        False: that is in flight, or the item is lost and `request` is marked to fail.
+        """
         if not _is_encoded(feature):
             return True
         if not self._is_shared(feature):
-            return self._placeholders.can_encode(feature) or self._lose(request)
-        item = self._sought(request, feature)
+            return self._placeholders.can_encode(feature) or self._fail(request)
+        item = self._item_of(request, feature)
         if item is None or item.phase is Phase.ASKED:
             return self._is_cached(feature)
         is_lost = item.phase is Phase.ABSENT and not self._placeholders.can_encode(feature)
         if is_lost and self._items.retry_for(item, request.request_id):
             self._items.flush()
             return False
-        # One identifier for two different contents: loading would hand this request rows that do
-        # not fit its placeholders. vLLM fails such a request too.
+        # Two contents have one identifier: the rows would not fit this request's placeholders. vLLM
+        # fails such a request too.
         if is_lost or item.num_embeds != feature.mm_position.get_num_embeds():
-            return self._lose(request)
+            return self._fail(request)
         if item.phase is Phase.READY:
             self._loads.promise(item)
         return True
 
-    def _sought(self, request: "Request", feature: "MultiModalFeatureSpec") -> Item | None:
-        """Return the item, which `request` waits for; None if there is no need to."""
+    def _item_of(self, request: "Request", feature: "MultiModalFeatureSpec") -> Item | None:
+        """Return the item, with `request` among its waiters; None if vLLM's own cache has it."""
         item = self._items.get(feature.identifier)
         if item is None or request.request_id not in item.waiters:
             if self._is_cached(feature):
                 return None
             item = self._join(request, feature, item)
         elif item.phase is Phase.ASKED:
-            self._items.flush()  # nothing to do, unless the last step had no `orders`
+            self._items.flush()  # has an effect only if the last step had no `orders`
         if item.phase is Phase.ASKED:
             self._items.check_time(item)
         return item
 
     def _is_cached(self, feature: "MultiModalFeatureSpec") -> bool:
-        """Whether vLLM's own encoder cache has it; if it has just dropped it, it can be encoded."""
+        """Return whether vLLM's own encoder cache has the item, and it can be encoded in case that
+        vLLM has just evicted it."""
         num_embeds = feature.mm_position.get_num_embeds()
         is_cached = self._cached.get(feature.identifier) == num_embeds
         return is_cached and self._placeholders.can_encode(feature)
 
     def _is_shared(self, feature: "MultiModalFeatureSpec") -> bool:
-        """Whether the item may be in the store, by its name."""
+        """Return whether the item can be shared under its identifier."""
         if not _is_encoded(feature) or (self._facts.numbers_media and is_named_by_request(feature)):
             return False
         return len(feature.identifier) <= MAX_IDENTIFIER_CHARS
@@ -353,7 +365,8 @@ class EncoderScheduler:
     def _join(
         self, request: "Request", feature: "MultiModalFeatureSpec", item: Item | None
     ) -> Item:
-        """Note that `request` needs `item`, and ask the store for one that nobody asked for yet."""
+        """Add `request` to the waiters of `item`, and return it. None: no live request needs the
+        item yet, so start its look-up or fetch."""
         is_announced = self._facts.role.is_consumer and self._is_announced(request, feature)
         joined_s = time.monotonic()
         if item is None:
@@ -366,7 +379,7 @@ class EncoderScheduler:
             )
         item.is_announced = item.is_announced or is_announced
         item.waiters[request.request_id] = joined_s
-        self._wanted.setdefault(request.request_id, set()).add(item.identifier)
+        self._identifiers.setdefault(request.request_id, set()).add(item.identifier)
         if self._facts.role.is_producer and not item.metadata:
             item.metadata = self._placeholders.metadata(feature)
         if self._facts.role.is_producer:
@@ -374,31 +387,33 @@ class EncoderScheduler:
         return item
 
     def _is_announced(self, request: "Request", feature: "MultiModalFeatureSpec") -> bool:
-        """Whether somebody says that the item is stored or about to be.
+        """Return whether `request` implies that the item is stored, or will be soon.
 
-        An encoder's `ec_transfer_params` do, and so does a request without pixels: it has the
-        placeholder metadata from an encoder. Both come from the client, so all that follows from
-        them is a wait, of at most `wait_s`.
+        It does if an encoder's `ec_transfer_params` in it name the item, or if it has no pixels: an
+        encoder has then made its placeholder metadata. Both are sent by the client, which may be
+        wrong, so they have no effect but a wait of at most `wait_s`.
         """
         params = option(request, "ec_transfer_params")
         is_named = isinstance(params, dict) and feature.identifier in params
         return is_named or not self._placeholders.can_encode(feature)
 
-    def _lose(self, request: "Request") -> bool:
-        self._lost.add(request.request_id)
+    def _fail(self, request: "Request") -> bool:
+        """Mark `request` to fail; return False, its answer to `ready`."""
+        self._failing.add(request.request_id)
         return False
 
     def _release(self, request_id: str, needed: set[str]) -> None:
-        """Let go of all items of a request but those `needed`; the last to let go unpins, later.
+        """Release all items of a request except those `needed`.
 
-        An item that is needed again, after a preemption say, is asked for again.
+        An item without waiters is dropped, and its pin is closed later. If the item is needed
+        again, for example after a preemption, it is looked up again.
         """
-        wanted = self._wanted.pop(request_id, set())
-        if kept := wanted & needed:
-            self._wanted[request_id] = kept
-        for identifier in wanted - needed:
+        joined = self._identifiers.pop(request_id, set())
+        if kept := joined & needed:
+            self._identifiers[request_id] = kept
+        for identifier in joined - needed:
             item = self._items.get(identifier)
-            assert item is not None  # it lives as long as a request wants it
+            assert item is not None  # it exists as long as a request needs it
             self._saves.released(request_id, item)
             item.waiters.pop(request_id, None)
             item.retried_for.discard(request_id)
@@ -409,29 +424,29 @@ class EncoderScheduler:
                 self._loads.unpin_late(pin, item.key)
 
 
-def _warn(vllm_config: "VllmConfig", config: EncoderConfig, facts: EncoderFacts) -> None:
-    """Log what of this engine's deployment may fail requests, or the engine."""
+def _log_risks(vllm_config: "VllmConfig", config: EncoderConfig, facts: EncoderFacts) -> None:
+    """Log the settings of this deployment that may cause requests, or the engine, to fail."""
     if not facts.role.is_producer and has_input_cache(vllm_config.model_config):
-        # The API server's half of that cache does not see inputs without pixels, and the engine's
-        # half lets them take the place of those with pixels (vLLM 0.32, multimodal/cache/lru.py).
+        # Inputs without pixels bypass the API server's half of that cache, but replace inputs with
+        # pixels in the engine's half (vLLM 0.32, multimodal/cache/lru.py).
         logger.warning(
-            "--mm-processor-cache-gb: set it to 0. This engine's cache of inputs keeps what "
-            "came last under a picture's hash, be it without the picture: when an embedding "
-            "is lost, requests that have the picture would fail"
+            "--mm-processor-cache-gb: set it to 0. This engine's cache of inputs keeps the latest "
+            "input for each picture's hash, even one without pixels. If an embedding is then lost, "
+            "requests that contain the picture fail."
         )
     if facts.has_remote_workers and facts.role.is_consumer:
         logger.warning(
-            "workers may be on other hosts than the scheduler: each loads embeddings from the "
-            "store while a step waits, and only what the store has is promised. If the store "
-            "fails during such a step, for %g s, vLLM ends this engine",
+            "Workers may be on other hosts than the scheduler. Each of them loads embeddings from "
+            "the store while a step waits, so only embeddings in the store are promised. If the "
+            "store fails for %g s during such a step, vLLM ends this engine.",
             config.promise_s,
         )
 
 
 def _is_encoded(feature: "MultiModalFeatureSpec") -> bool:
-    """Whether an encoder makes the item's embedding.
+    """Return whether an encoder computes the item's embedding.
 
-    Not one that the client sends as it is: vLLM takes it for a modality of its own.
+    False if the client sends the embedding: vLLM treats those as a modality of their own.
     """
     return feature.modality != "prompt_embeds"
 

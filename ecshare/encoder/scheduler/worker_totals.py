@@ -22,18 +22,18 @@ class WorkerTotals:
         owned from now on."""
         self._engine = engine
         self._ledger = ledger
-        self._known: Totals = {}
+        self._last_totals: Totals = {}
         self._next_read_s = 0.0
 
     @property
     def has_lost_worker(self) -> bool:
         """Return whether a worker has reported that it has given up."""
-        return any("gave_up/worker" in sums for sums in self._known.values())
+        return any("gave_up/worker" in sums for sums in self._last_totals.values())
 
     def take(self, totals: Totals) -> None:
-        """Count by how much each total has grown."""
+        """Add to each count by how much its total has grown. Gauges are replaced."""
         stats = self._engine.stats
-        for name, count in grown(self._known, totals).items():
+        for name, count in grown(self._last_totals, totals).items():
             record = stats.set if is_gauge(name) else stats.add
             record(name, count)
 
@@ -42,13 +42,13 @@ class WorkerTotals:
         now_s = time.monotonic()
         if self._ledger is not None and now_s >= self._next_read_s:
             self._next_read_s = now_s + _READ_EVERY_S
-            self._engine.submit(Handle(Run("ledger", self._ledger.read), self._read))
+            self._engine.submit(Handle(Run("ledger", self._ledger.read), self._ledger_read))
 
     def close(self) -> None:
         """Remove the ledger. The engine must be closed."""
         if self._ledger is not None:
             self._ledger.close()
 
-    def _read(self, done: Done[Totals]) -> None:
+    def _ledger_read(self, done: Done[Totals]) -> None:
         if done.value:
             self.take(done.value)

@@ -98,7 +98,7 @@ def test_item_missing_in_the_store_is_not_promised_to_remote_ranks(
 ) -> None:
     """For example its save failed: then it is in this host's cache alone."""
     said = [record.getMessage() for record in caplog.get_records("setup")]
-    assert len([line for line in said if "workers may be on other hosts" in line]) == 1
+    assert len([line for line in said if "Workers may be on other hosts" in line]) == 1
     assert hosts.ask("first") == (False, [True, True])
     hosts.until_stored()
     for path in hosts.objects():
