@@ -93,7 +93,7 @@ def _in_turn(engines: dict[str, EngineProcess], expected: Sequence[Answer]) -> T
     for policy in POLICIES:
         stored_s, new_s = readings.median((policy, STORED)), readings.median((policy, NEW))
         ratio = stored_s / readings.median((NEVER, STORED))
-        loaded = 100 * num_loaded[policy] / num_stored
+        loaded = round(100 * num_loaded[policy] / num_stored)
         table.add(policy, 1e3 * stored_s, ratio, loaded, 1e3 * new_s)
     return table
 
