@@ -10,7 +10,7 @@ import pytest
 from tests.fuzz.running import cases, dice
 from tests.kvshare.chaos import BESIDE_SIBLINGS, EVENTS, HYBRIDS, KINDS, Play
 from tests.kvshare.toy import write_model
-from tests.releases import loads_may_hang
+from tests.releases import loads_may_hang, needs_offered_states
 
 pytestmark = [pytest.mark.fuzz, loads_may_hang]
 
@@ -36,6 +36,7 @@ def test_random_events_give_right_tokens_and_leak_nothing(tmp_path: Path, kind: 
     assert not never, f"did not happen in {number + 1} plays"
 
 
+@needs_offered_states
 def test_engines_with_recurrent_layers_answer_rightly_and_store_nothing(tmp_path: Path) -> None:
     """We refuse such models so far."""
     model = write_model(tmp_path / "model")

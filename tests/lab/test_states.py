@@ -14,6 +14,9 @@ from vllm.v1.worker import mamba_utils
 from lab.vllm_loop import Row
 from lab.vllm_loop.states import RunningStates
 from tests.kvshare.toy import BareEngine, engine_config, hybrid, make_request, write_model
+from tests.releases import needs_offered_states
+
+pytestmark = needs_offered_states
 
 
 class Move(NamedTuple):

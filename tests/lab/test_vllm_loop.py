@@ -23,6 +23,7 @@ from tests.kvshare.toy import (
     vllm_config,
     write_model,
 )
+from tests.releases import needs_offered_states
 
 OPTIONS = {"url": "{folder}", "host_cache_dir": "{host}", "wait_s": 1}
 EC_STEP = ["bind_connector_metadata", "start_save_caches", "start_load_caches"]
@@ -97,6 +98,7 @@ def test_kv_is_saved_after_the_forward_pass(tmp_path: Path, runner: RunnerName) 
     assert hooks == [*start, *LAYERS, *finish, *save, *KV_REPORT, *end]
 
 
+@needs_offered_states
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_layers_with_a_state_call_no_hooks(tmp_path: Path, runner: RunnerName) -> None:
     hooks = kv_order(tmp_path, runner, specs=hybrid(2))
