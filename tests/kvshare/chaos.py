@@ -32,6 +32,7 @@ from tests.kvshare.toy import (
     GIVE_UP_S,
     ToyEngine,
     expected_answer,
+    hybrid,
     make_request,
     objects,
     options,
@@ -43,6 +44,8 @@ from tests.sibling import from_prefiller
 from tests.waiting import wait_until
 
 KINDS = ("full", "windows", "guesses", "siblings")
+HYBRIDS = "hybrids"
+"""A further kind: with recurrent layers, of which we store nothing yet."""
 NUM_TURNS = 500
 EVENTS = (
     *("answers", "aborts", "preemptions", "announced", "streamed", "never stored", "resets"),
@@ -83,6 +86,8 @@ def drawn(dice: Random, kind: str, folder: Path, num_engines: int = 2) -> list[E
     engine: dict[str, Any] = {}
     if kind == "windows":
         engine["specs"] = (spec(), window(dice.choice([5, 8, 12])))
+    if kind == HYBRIDS:
+        engine["specs"] = hybrid(dice.choice([1, 2, 3]))
     return [_drawn_one(dice, kind, number, folder, shared, engine) for number in range(num_engines)]
 
 
@@ -100,7 +105,9 @@ def _drawn_one(
         "max_num_seqs": 8,
     }
     num_blocks = FEWEST_BLOCKS + (dice.choice([0, 16, 60]) if number else 0)
-    if "specs" in engine:  # a window's blocks are freed only once the prompt is computed
+    if kind == HYBRIDS:
+        num_blocks += 4 * len(engine["specs"])
+    elif "specs" in engine:  # a window's blocks are freed only once the prompt is computed
         num_blocks += MOST_PROMPT_TOKENS // BLOCK + 1
     own: dict[str, Any] = {"num_blocks": num_blocks}
     if kind == "siblings" and not number:

@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from vllm.config import KVTransferConfig
-from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.request import Request
-from vllm.v1.worker.utils import allocate_kv_cache
 
 from lab.vllm_loop import RUNNERS
 from tests.kvshare.offers import Offer, Recorder
@@ -28,7 +26,10 @@ from tests.kvshare.toy import (
     make_request,
     state_of,
 )
+from tests.releases import needs_offered_states
 from tests.sibling import from_prefiller
+
+pytestmark = needs_offered_states
 
 StartBare = Callable[..., BareEngine]
 
@@ -117,6 +118,9 @@ def places(steps: list[list[Offer]]) -> list[tuple[int, int]]:
 
 
 def test_caches_lie_as_vllm_allocates_them(text_model: Path) -> None:
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+    from vllm.v1.worker.utils import allocate_kv_cache
+
     cache = cache_config(8, hybrid())
     right = allocate_kv_cache(cache, torch.device("cpu"), KVCacheLayout.LBHNC)
     with _starting(text_model) as start:

@@ -53,7 +53,6 @@ HEAD_SIZE = 8
 VOCAB = 1000
 GIVE_UP_S = 30.0
 WEIGHTS = "adapter_model.bin"
-STATE_BYTES = 32
 WRONG = VOCAB
 """A token that no prompt holds."""
 
@@ -94,7 +93,7 @@ def window(num_tokens: int) -> SlidingWindowSpec:
 
 
 def recurrent() -> MambaSpec:
-    """A block has room for two states a layer, together `STATE_BYTES`; its page is padded to that
+    """A layer has two states, which together have the size of a digest. Pages are padded to those
     of an attention layer."""
     return MambaSpec(
         block_size=BLOCK,

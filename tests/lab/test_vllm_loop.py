@@ -2,19 +2,28 @@
 """The simulator of vLLM's loop calls connectors in the order of vLLM's V1 and V2 runners."""
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from lab.conformance import Subject
 from lab.conformance.engine import Engine
 from lab.conformance.harness import Place
 from lab.conformance.pictures import picture
 from lab.vllm_loop import RUNNERS, RunnerName
-from tests.kvshare.toy import ToyEngine, make_request, options, vllm_config, write_model
+from tests.kvshare.toy import (
+    ToyEngine,
+    hybrid,
+    make_request,
+    options,
+    vllm_config,
+    write_model,
+)
+from tests.releases import needs_offered_states
 
 OPTIONS = {"url": "{folder}", "host_cache_dir": "{host}", "wait_s": 1}
 EC_STEP = ["bind_connector_metadata", "start_save_caches", "start_load_caches"]
@@ -89,6 +98,13 @@ def test_kv_is_saved_after_the_forward_pass(tmp_path: Path, runner: RunnerName) 
     assert hooks == [*start, *LAYERS, *finish, *save, *KV_REPORT, *end]
 
 
+@needs_offered_states
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_layers_with_a_state_call_no_hooks(tmp_path: Path, runner: RunnerName) -> None:
+    hooks = kv_order(tmp_path, runner, specs=hybrid(2))
+    assert [each for each in hooks if each in LAYERS] == LAYERS
+
+
 def test_speculating_v1_runner_waits_for_saves_last(tmp_path: Path) -> None:
     speculating = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
     hooks = kv_order(tmp_path, "v1", speculative_config=speculating)
@@ -131,9 +147,11 @@ def test_step_restores_vllms_own_layers(tmp_path: Path, runner: RunnerName) -> N
 
 
 @contextmanager
-def kv_engine(folder: Path, runner: RunnerName, **engine_args: Any) -> Iterator[ToyEngine]:
+def kv_engine(
+    folder: Path, runner: RunnerName, specs: Sequence[KVCacheSpec] = (), **engine_args: Any
+) -> Iterator[ToyEngine]:
     config = vllm_config(write_model(folder / "model"), options(folder), **engine_args)
-    engine = ToyEngine(config, runner=runner)
+    engine = ToyEngine(config, runner=runner, specs=specs)
     try:
         yield engine
     finally:
