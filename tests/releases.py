@@ -4,8 +4,6 @@
 import pytest
 from vllm import __version__
 
-from kvshare.compat import hands_over_states
-
 VLLM = tuple(int(part) for part in __version__.split(".")[:2])
 
 HAS_ENCODER_METRICS = VLLM >= (0, 31)
@@ -36,7 +34,4 @@ needs_adapter_hashes = pytest.mark.skipif(
 # Earlier a request that waits for blocks to load into may block one whose load has ended.
 loads_may_hang = pytest.mark.skipif(
     VLLM < (0, 31), reason="until 0.31 vLLM may wait for ever where loads fill its cache"
-)
-needs_states = pytest.mark.skipif(
-    not hands_over_states(), reason="this vLLM does not say which blocks hold recurrent states"
 )

@@ -225,6 +225,10 @@ class SavePlan:
         if grid is not None:
             end_block = min(num_known // grid.block_tokens, len(request.block_hashes))
             self._leaving += self._save_due(progress, grid, num_known)
+            if grid.has_states:  # no state is stored where the answer ends
+                end_block = max(
+                    progress.num_saved_blocks, end_block // grid.chunk_blocks * grid.chunk_blocks
+                )
             self._leaving += self._save_part(progress, grid, end_block)
             num_left = max(0, end_block - progress.num_saved_blocks)
             num_allowed = progress.limit.end_tokens // grid.block_tokens

@@ -2,7 +2,7 @@
 """The scheduler half of the connector: decides what to load and what to save, and when."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
@@ -311,7 +311,10 @@ class KVScheduler:
         self._siblings.scheduled(output, self._progress_of)
         if not self._facts.saves:
             return Orders(self._facts.namespace, loads, abandoned, is_idle=is_idle)
-        leaving = self._saves.take_leaving(_overwritten(output))
+        recurrent = [
+            group for each in self._facts.layer_sets if each.is_recurrent for group in each.groups
+        ]
+        leaving = self._saves.take_leaving(_overwritten(output, recurrent))
         saves = tuple(self._plan_saves(output))
         return Orders(self._facts.namespace, loads, abandoned, saves, leaving, is_idle=is_idle)
 
@@ -518,10 +521,19 @@ def _block_events(
     )
 
 
-def _overwritten(output: SchedulerOutput) -> set[int]:
-    """Return the blocks that V2 runners overwrite before they carry out the step's orders."""
+def _overwritten(output: SchedulerOutput, recurrent: Sequence[int]) -> set[int]:
+    """Return the blocks that V2 runners overwrite before they carry out the step's orders.
+
+    `recurrent`: cache groups of recurrent layers. Running states are copied to their new blocks
+    then. Blocks are not bound to a group: attention layers may have had these before.
+    """
     copies = option(output, "kv_cache_block_copies") or ()
+    tables = [
+        *(new.block_ids for new in output.scheduled_new_reqs),
+        *(new for new in output.scheduled_cached_reqs.new_block_ids if new is not None),
+    ]
     return {
         *(option(output, "new_block_ids_to_zero") or ()),
         *(each.dst_block_id for each in copies),
+        *(block for table in tables for group in recurrent for block in table[group]),
     }

@@ -15,13 +15,13 @@ from lab.servers.engines import EngineProcess, ModelRunner, kv_argument
 from tests.conftest import CACHE, LOGS, engines
 from tests.engines.chat import Answer, complete, counting, stored_kv
 from tests.engines.runners import on_each_runner
-from tests.releases import needs_states
+from tests.releases import needs_offered_states
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.engine, on_each_runner, needs_states]
+pytestmark = [pytest.mark.engine, on_each_runner, needs_offered_states]
 
 STATE_PART = "t0of1-s1"
-# GDN kernels of a CPU take bfloat16 only. vLLM makes blocks of 640 tokens for this model, and its CPU
+# GDN kernels of a CPU take bfloat16 only. vLLM makes blocks of 640 tokens for this model; its CPU
 # platform sets their size back to 128 for the scheduler if the user has not given it.
 OPTIONS = {
     "lfm2": ("--dtype=float32",),

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz.running import cases, dice
-from tests.kvshare.chaos import BESIDE_SIBLINGS, EVENTS, HYBRIDS, KINDS, Play
+from tests.kvshare.chaos import BESIDE_SIBLINGS, EVENTS, KINDS, Play
 from tests.kvshare.toy import write_model
-from tests.releases import loads_may_hang, needs_offered_states
+from tests.releases import loads_may_hang
 
 pytestmark = [pytest.mark.fuzz, loads_may_hang]
 
@@ -34,20 +34,3 @@ def test_random_events_give_right_tokens_and_leak_nothing(tmp_path: Path, kind: 
             play.close()
         never -= {event for event in never if seen[event]}
     assert not never, f"did not happen in {number + 1} plays"
-
-
-@needs_offered_states
-def test_engines_with_recurrent_layers_answer_rightly_and_store_nothing(tmp_path: Path) -> None:
-    """We refuse such models so far."""
-    model = write_model(tmp_path / "model")
-    for number in range(cases(FEW)):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        play = Play(model, folder, dice(f"{HYBRIDS} {number}"), HYBRIDS)
-        try:
-            seen = play.run()
-            assert not list(folder.rglob("*.t0of1*"))
-        finally:
-            play.close()
-        assert seen["answers"]
-        assert not seen["loaded"]

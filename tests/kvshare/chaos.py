@@ -43,9 +43,7 @@ from tests.kvshare.toy import (
 from tests.sibling import from_prefiller
 from tests.waiting import wait_until
 
-KINDS = ("full", "windows", "guesses", "siblings")
-HYBRIDS = "hybrids"
-"""A further kind: with recurrent layers, of which we store nothing yet."""
+KINDS = ("full", "windows", "guesses", "siblings", "hybrids")
 NUM_TURNS = 500
 EVENTS = (
     *("answers", "aborts", "preemptions", "announced", "streamed", "never stored", "resets"),
@@ -86,7 +84,7 @@ def drawn(dice: Random, kind: str, folder: Path, num_engines: int = 2) -> list[E
     engine: dict[str, Any] = {}
     if kind == "windows":
         engine["specs"] = (spec(), window(dice.choice([5, 8, 12])))
-    if kind == HYBRIDS:
+    if kind == "hybrids":
         engine["specs"] = hybrid(dice.choice([1, 2, 3]))
     return [_drawn_one(dice, kind, number, folder, shared, engine) for number in range(num_engines)]
 
@@ -105,7 +103,7 @@ def _drawn_one(
         "max_num_seqs": 8,
     }
     num_blocks = FEWEST_BLOCKS + (dice.choice([0, 16, 60]) if number else 0)
-    if kind == HYBRIDS:
+    if kind == "hybrids":
         num_blocks += 4 * len(engine["specs"])
     elif "specs" in engine:  # a window's blocks are freed only once the prompt is computed
         num_blocks += MOST_PROMPT_TOKENS // BLOCK + 1

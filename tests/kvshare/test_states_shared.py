@@ -24,7 +24,9 @@ from tests.kvshare.toy import (
     serve,
     window,
 )
-from tests.releases import loads_may_hang
+from tests.releases import loads_may_hang, needs_offered_states
+
+pytestmark = needs_offered_states
 
 W = 3 * BLOCK
 GROUPS: dict[str, tuple[KVCacheSpec, ...]] = {

@@ -23,8 +23,11 @@ from tests.kvshare.scheduler.test_scheduler import (
     bench,
 )
 from tests.kvshare.toy import BLOCK, make_request
+from tests.releases import needs_offered_states
 
 __all__ = ["bench"]
+
+pytestmark = needs_offered_states
 
 # Cache group 0 has attention, groups 1 and 2 have recurrent layers.
 STATES = LayerSet(1, (1, 2), (("r.0", 0), ("r.1", 1)), AttentionWindow(), 1, 1, "state")
@@ -53,7 +56,12 @@ def store(here: Bench, prompt: Sequence[int], *ends: int, chunk_blocks: int = 1)
 
 
 def step(
-    here: Bench, request: Request, start: int, end: int, states: dict[int, list[tuple[int, int]]]
+    here: Bench,
+    request: Request,
+    start: int,
+    end: int,
+    states: dict[int, list[tuple[int, int]]],
+    first_block: int = 10,
 ) -> list[Piece]:
     """Compute tokens `start` to `end` in a step; return the pieces that it saves.
 
@@ -61,7 +69,7 @@ def step(
     """
     here.half.allocated(request, [], 0)
     request.num_computed_tokens = end
-    block_ids = ([*range(10, 10 + -(-end // BLOCK))], [0, 0], [0, 0])
+    block_ids = ([*range(first_block, first_block - (-end // BLOCK))], [0, 0], [0, 0])
     output = SchedulerOutput.make_empty()
     if start:
         output.scheduled_cached_reqs = CachedRequestData(
@@ -284,3 +292,24 @@ def test_prompt_is_announced_up_to_its_last_stored_state(bench: StartBench) -> N
     step(here, without, 0, 20, {})
     told = [here.half.finished(request) for request in (whole, without)]
     assert told == [{"kvshare": {"num_tokens": 20, "size": 1}}, None]
+
+
+def test_blocks_to_which_running_states_are_copied_are_not_saved_afterwards(
+    bench: StartBench,
+) -> None:
+    """V2 copies states before the worker saves what a request that has ended leaves behind."""
+    here = bench(layer_sets=SETS, chunk_blocks=2)
+    gone, kept = make_request("gone", PROMPT, 9), make_request("kept", [*OTHER, *PROMPT], 9)
+    for request, first_block in ((gone, 10), (kept, 20)):
+        step(here, request, 0, 2 * BLOCK - 1, {}, first_block)
+        # The last token of the chunk is computed when the request ends.
+        request.num_computed_tokens = 2 * BLOCK
+        here.half._tracked[request.request_id].progress.end_tokens = 2 * BLOCK
+    here.half.finished(gone)
+    here.half.finished(kept)
+    output = SchedulerOutput.make_empty()
+    output.scheduled_cached_reqs = CachedRequestData(
+        ["unknown"], set(), [], {}, [([5], [0, 11], [0, 6])], [0], [0]
+    )
+    (left,) = here.half.orders(output).leaving
+    assert left.block_ids == ((20, 21),)
