@@ -81,7 +81,9 @@ class HandOver:
     def _give_up_rest(self, request: Request, grid: Grid, num_tokens: int) -> None:
         """Leave a note that the prompt will not be stored after its first `num_tokens`."""
         chunks = prompt_chunks(request, grid, self._facts.hash_function)
-        chunk = next((each for each in chunks if each.end_tokens > num_tokens), None)
-        if chunk is not None:
+        missing = [each for each in chunks if each.end_tokens > num_tokens][:1]
+        if grid.has_states and chunks:  # the chunks may be stored, and not the state at their end
+            missing.append(grid.state_of(chunks[-1]))
+        for chunk in missing:
             name = bytes(chunk.key)
             self._engine.submit(GiveUp(object_key(Kind.KV, self._facts.namespace, name)))

@@ -13,11 +13,13 @@ from vllm.v1.core.sched.output import (
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from ecshare.store.keys import Key, Kind, object_key
 from kvshare.chunks.layers import AttentionWindow, LayerSet
 from kvshare.chunks.prefix import Chunk, Grid, Prefix
 from kvshare.messages import Piece, Report
 from tests.kvshare.scheduler.test_scheduler import (
     FULL,
+    NAMESPACE,
     Bench,
     StartBench,
     bench,
@@ -292,6 +294,19 @@ def test_prompt_is_announced_up_to_its_last_stored_state(bench: StartBench) -> N
     step(here, without, 0, 20, {})
     told = [here.half.finished(request) for request in (whole, without)]
     assert told == [{"kvshare": {"num_tokens": 20, "size": 1}}, None]
+
+
+def test_decoder_is_told_that_the_state_of_its_prompt_is_not_stored(
+    bench: StartBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = bench(layer_sets=SETS)
+    request = make_request("r", PROMPT, kv_transfer_params={"do_remote_decode": True})
+    step(here, request, 0, 20, {})
+    noted: list[Key] = []
+    monkeypatch.setattr(here.engine, "submit", lambda job: noted.append(job.key))
+    assert here.half.finished(request) is None
+    state = grid().state_of(chunks_of(PROMPT)[-1])
+    assert object_key(Kind.KV, NAMESPACE, bytes(state.key)) in noted
 
 
 def test_blocks_to_which_running_states_are_copied_are_not_saved_afterwards(
