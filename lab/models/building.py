@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from torch import nn
 from transformers import (
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     ProcessorMixin,
@@ -26,6 +27,7 @@ MAX_POSITIONS = 8192
 ATTENTION_GAIN = 2.0
 BIAS_STD = 0.08
 MAX_LEARNED_TOKENS = 1024
+MEL_BINS = 32
 BLANK = "\u0120"  # the blank in byte-level vocabularies
 
 END_OF_TEXT = "<|endoftext|>"
@@ -65,8 +67,14 @@ def chat_template(placeholders: Mapping[str, str]) -> str:
     )
 
 
-def train_tokenizer(media_tokens: Sequence[str], template: str) -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE tokenizer: it encodes every text, and always in the same way."""
+def train_tokenizer(
+    media_tokens: Sequence[str], template: str, named: Mapping[str, str] | None = None
+) -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE tokenizer: it encodes every text, and always in the same way.
+
+    `named`: those of `media_tokens` that a processor looks up as attributes of the tokenizer, such
+    as `image_token`.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -85,6 +93,7 @@ def train_tokenizer(media_tokens: Sequence[str], template: str) -> PreTrainedTok
         pad_token=END_OF_TEXT,
         model_max_length=MAX_POSITIONS,
         clean_up_tokenization_spaces=False,
+        extra_special_tokens=dict(named or {}),
     )
 
 
@@ -109,17 +118,42 @@ def text_config(tokenizer: PreTrainedTokenizerFast, **more: Any) -> dict[str, An
     }
 
 
-def finish(
+def vision_config(**more: Any) -> dict[str, Any]:
+    """Return the config of a vision transformer with 2 layers."""
+    return {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        **more,
+    }
+
+
+def audio_config(**more: Any) -> dict[str, Any]:
+    """Return the config of a speech encoder like Whisper's, with 2 layers."""
+    return {
+        "num_mel_bins": MEL_BINS,
+        "d_model": 64,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 128,
+        **more,
+    }
+
+
+def finish(  # noqa: PLR0913 — all that can differ between two checkpoints
     path: str | Path,
     model: PreTrainedModel,
     processor: ProcessorMixin | PreTrainedTokenizerFast,
     seed: int,
     published_names: Mapping[str, str] | None = None,
+    config: PreTrainedConfig | None = None,
 ) -> Path:
     """Draw the weights of `model` and write everything to `path`, which must not exist.
 
     `published_names`: prefixes of weight names, from those that transformers writes to those that
     published checkpoints have and vLLM reads. `processor`: for a text-only model, its tokenizer.
+    `config`: that of the checkpoint, if `model` is only a part of it.
 
     Raises:
         FileExistsError: `path` exists.
@@ -135,6 +169,8 @@ def finish(
         model.save_pretrained(built)
         if published_names:
             _rename(built / SAFE_WEIGHTS_NAME, published_names)
+        if config is not None:
+            config.save_pretrained(built)
         processor.save_pretrained(built)
         GenerationConfig(do_sample=False, **ends).save_pretrained(built)
     return Path(path)
@@ -161,7 +197,9 @@ def draw_weights(model: PreTrainedModel, seed: int) -> None:
                 std = 1.0 / getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0)
             else:
                 inputs = parameter[0].numel()
-                std = (ATTENTION_GAIN if "attn" in name else 1.0) / math.sqrt(inputs)
+                std = (
+                    ATTENTION_GAIN if "attn" in name or "attention" in name else 1.0
+                ) / math.sqrt(inputs)
             parameter.normal_(0.0, std, generator=stream)
 
 
@@ -191,7 +229,7 @@ def _rename(file: Path, published_names: Mapping[str, str]) -> None:
     renamed = {}
     for name, tensor in load_file(file).items():
         prefix = next((prefix for prefix in published_names if name.startswith(prefix)), "")
-        renamed[published_names.get(prefix, "") + name.removeprefix(prefix)] = tensor
+        renamed[published_names.get(prefix, prefix) + name.removeprefix(prefix)] = tensor
     save_file(renamed, file, metadata={"format": "pt"})
 
 
