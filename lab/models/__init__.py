@@ -19,6 +19,7 @@ from pathlib import Path
 
 from lab.models.attention import make_deepseek_v2, make_gemma3
 from lab.models.audio import make_audio_flamingo3, make_qwen2_audio
+from lab.models.cohere import make_cohere2_vision
 from lab.models.gemma import make_gemma3_vl, make_gemma4
 from lab.models.glm import make_glm4v
 from lab.models.idefics import make_idefics3
@@ -49,6 +50,7 @@ __all__ = [
 # FileExistsError if the folder exists.
 FAMILIES: dict[str, Callable[[Path, int], Path]] = {
     "audio-flamingo3": make_audio_flamingo3,
+    "cohere2-vision": make_cohere2_vision,
     "deepseek-v2": make_deepseek_v2,
     "gemma3": make_gemma3,
     "gemma3-vl": make_gemma3_vl,

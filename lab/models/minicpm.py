@@ -9,7 +9,14 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.idefics2.configuration_idefics2 import Idefics2VisionConfig
 from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionTransformer
 
-from lab.models.building import chat_template, finish, text_config, train_tokenizer, vision_config
+from lab.models.building import (
+    END_OF_TEXT,
+    chat_template,
+    finish,
+    text_config,
+    train_tokenizer,
+    vision_config,
+)
 from lab.models.processing_minicpmv import (
     MiniCPMVConfig,
     MiniCPMVImageProcessor,
@@ -70,6 +77,7 @@ def make_minicpmv(path: str | Path, seed: int = 0) -> Path:
     It has code of its own: engines need `--trust-remote-code`.
     """
     tokenizer = train_tokenizer(list(NAMED.values()), CHAT_TEMPLATE, NAMED)
+    tokenizer.bos_token = END_OF_TEXT  # vLLM's processor begins each text with it
     vision = vision_config(image_size=PICTURE_SIDE, patch_size=PATCH_SIDE)
     config = MiniCPMVConfig(
         **text_config(tokenizer, tie_word_embeddings=False),

@@ -39,34 +39,34 @@ class Family(NamedTuple):
 
 
 NOTHING = set[str]()
+GRID = {"image_grid_thw"}
+FRAMES = {"video_grid_thw", "timestamps"}
+OWN_CODE = ("--trust-remote-code",)
 FAMILIES = {
+    "audio-flamingo3": Family({"audio": {"chunk_counts"}}),
+    "cohere2-vision": Family({"image": NOTHING}),
     "gemma3-vl": Family({"image": NOTHING}),
+    # Layers of two shapes, which CPU engines give blocks of two sizes.
+    "gemma4": Family({"image": NOTHING, "video": NOTHING, "audio": NOTHING}, shares_kv=False),
     "glm4v": Family({"image": NOTHING, "video": NOTHING}),
     "idefics3": Family({"image": NOTHING}),
     "internvl": Family({"image": NOTHING, "video": NOTHING}),
+    "kimi-vl": Family({"image": NOTHING}, OWN_CODE),
+    "lfm2-vl": Family({"image": NOTHING}, shares_kv=False),  # recurrent layers
+    "llama4": Family({"image": NOTHING}),
     "llava-next": Family({"image": NOTHING}),
     "llava-onevision": Family({"image": NOTHING, "video": NOTHING}),
+    "minicpmv": Family({"image": {"image_sizes"}, "video": {"video_image_sizes"}}, OWN_CODE),
     "mistral3": Family({"image": NOTHING}),
+    "qwen2-vl": Family({"image": GRID, "video": {"video_grid_thw"}}),
     "qwen2.5-omni": Family(
-        {
-            "image": {"image_grid_thw"},
-            "video": {"video_grid_thw"},
-            "audio": {"audio_feature_lengths"},
-        }
+        {"image": GRID, "video": {"video_grid_thw"}, "audio": {"audio_feature_lengths"}}
     ),
     "qwen3-omni": Family(
-        {
-            "image": {"image_grid_thw"},
-            "video": {"video_grid_thw"},
-            "audio": {"audio_feature_lengths"},
-        }
+        {"image": GRID, "video": {"video_grid_thw"}, "audio": {"audio_feature_lengths"}}
     ),
     # Recurrent layers, whose kernel for CPUs wants this dtype.
-    "qwen3.5-vl": Family(
-        {"image": {"image_grid_thw"}, "video": {"video_grid_thw", "timestamps"}},
-        ("--dtype=bfloat16",),
-        shares_kv=False,
-    ),
+    "qwen3.5-vl": Family({"image": GRID, "video": FRAMES}, ("--dtype=bfloat16",), shares_kv=False),
 }
 IN_THE_GATE = "internvl"
 
