@@ -25,6 +25,7 @@ from lab.models.building import (
 MEDIA_TOKENS = ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>")
 CHAT_TEMPLATE = chat_template({"audio": "".join(MEDIA_TOKENS)})
 SOUND_TOKEN = "<sound>"
+PUBLISHED_NAMES = {"language_model.model.model.": "language_model.model."}
 
 
 def make_qwen2_audio(path: str | Path, seed: int = 0) -> Path:
@@ -44,9 +45,9 @@ def make_qwen2_audio(path: str | Path, seed: int = 0) -> Path:
         tokenizer=tokenizer,
         chat_template=CHAT_TEMPLATE,
     )
-    model = Qwen2AudioForConditionalGeneration(config)
-    names = {"language_model.model.model.": "language_model.model."}
-    return finish(path, model, processor, seed, names)
+    return finish(
+        path, Qwen2AudioForConditionalGeneration(config), processor, seed, PUBLISHED_NAMES
+    )
 
 
 def make_audio_flamingo3(path: str | Path, seed: int = 0) -> Path:
@@ -67,4 +68,6 @@ def make_audio_flamingo3(path: str | Path, seed: int = 0) -> Path:
         tokenizer=tokenizer,
         chat_template=template,
     )
-    return finish(path, AudioFlamingo3ForConditionalGeneration(config), processor, seed)
+    return finish(
+        path, AudioFlamingo3ForConditionalGeneration(config), processor, seed, PUBLISHED_NAMES
+    )

@@ -38,6 +38,7 @@ NAMED_4 = {
     "eoa_token": "<audio|>",
 }
 VIDEO_TOKEN = "<|video|>"
+TOKENS_PER_PICTURE_4 = 70  # the fewest that it knows
 CHAT_TEMPLATE_4 = chat_template(
     {"image": NAMED_4["image_token"], "video": VIDEO_TOKEN, "audio": NAMED_4["audio_token"]}
 )
@@ -88,7 +89,12 @@ def make_gemma4(path: str | Path, seed: int = 0) -> Path:
         "vocab_size_per_layer_input": len(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
     }
-    vision = vision_config(num_key_value_heads=2, head_dim=32, position_embedding_size=64)
+    vision = vision_config(
+        num_key_value_heads=2,
+        head_dim=32,
+        position_embedding_size=64,
+        default_output_length=TOKENS_PER_PICTURE_4,  # only vLLM reads it
+    )
     audio = {
         "hidden_size": 64,
         "num_hidden_layers": 2,
@@ -113,10 +119,10 @@ def make_gemma4(path: str | Path, seed: int = 0) -> Path:
     )
     processor = Gemma4Processor(
         feature_extractor=Gemma4AudioFeatureExtractor(),
-        image_processor=Gemma4ImageProcessor(max_soft_tokens=70),
+        image_processor=Gemma4ImageProcessor(max_soft_tokens=TOKENS_PER_PICTURE_4),
         tokenizer=tokenizer,
         video_processor=Gemma4VideoProcessor(),
         chat_template=CHAT_TEMPLATE_4,
-        image_seq_length=70,
+        image_seq_length=TOKENS_PER_PICTURE_4,
     )
     return finish(path, Gemma4ForConditionalGeneration(config), processor, seed)

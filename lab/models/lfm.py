@@ -61,4 +61,5 @@ def make_lfm2_vl(path: str | Path, seed: int = 0) -> Path:
         tokenizer=tokenizer,
         chat_template=CHAT_TEMPLATE,
     )
-    return finish(path, Lfm2VlForConditionalGeneration(config), processor, seed)
+    names = {"model.vision_tower.": "model.vision_tower.vision_model."}
+    return finish(path, Lfm2VlForConditionalGeneration(config), processor, seed, names)

@@ -27,9 +27,7 @@ CHAT_TEMPLATE = chat_template({"image": IMAGE_TOKEN})
 PICTURE_SIDE = 112
 PATCH_SIDE = 14
 TOKENS_PER_TILE = (PICTURE_SIDE // PATCH_SIDE) ** 2
-PINPOINTS = [
-    [rows * PICTURE_SIDE, columns * PICTURE_SIDE] for rows, columns in ((1, 2), (2, 1), (2, 2))
-]
+PINPOINTS = [[PICTURE_SIDE, 2 * PICTURE_SIDE], [2 * PICTURE_SIDE, PICTURE_SIDE]]
 VIDEO_TOKEN = "<video>"
 PUBLISHED_NAMES = {"vision_tower.": "vision_tower.vision_model."}
 

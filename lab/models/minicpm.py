@@ -23,13 +23,7 @@ from lab.models.processing_minicpmv import (
     MiniCPMVProcessor,
 )
 
-NAMED = {
-    "im_start": "<image>",
-    "im_end": "</image>",
-    "im_id_start": "<image_id>",
-    "im_id_end": "</image_id>",
-    "unk": "<unk>",
-}
+MEDIA_TOKENS = ("<im_start>", "<im_end>", "<image_id>", "</image_id>", "<unk>")
 # vLLM looks for these texts.
 CHAT_TEMPLATE = chat_template({"image": "(<image>./</image>)", "video": "(<video>./</video>)"})
 PICTURE_SIDE = 112
@@ -76,7 +70,7 @@ def make_minicpmv(path: str | Path, seed: int = 0) -> Path:
 
     It has code of its own: engines need `--trust-remote-code`.
     """
-    tokenizer = train_tokenizer(list(NAMED.values()), CHAT_TEMPLATE, NAMED)
+    tokenizer = train_tokenizer(MEDIA_TOKENS, CHAT_TEMPLATE)
     tokenizer.bos_token = END_OF_TEXT  # vLLM's processor begins each text with it
     vision = vision_config(image_size=PICTURE_SIDE, patch_size=PATCH_SIDE)
     config = MiniCPMVConfig(

@@ -56,7 +56,7 @@ class MiniCPMVImageProcessor(BaseImageProcessor):
     ) -> str:
         """Return the text that stands for a picture."""
         number = f"{self.im_id_start}{image_idx}{self.im_id_end}" if use_image_id else ""
-        return f"{number}<image>{'<unk>' * self.image_feature_size}</image>"
+        return f"{number}<im_start>{'<unk>' * self.image_feature_size}<im_end>"
 
     def preprocess(self, images: Any, **_: Any) -> BatchFeature:
         """Return the patches of pictures, which come in one list for each prompt."""

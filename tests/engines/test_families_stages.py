@@ -43,7 +43,7 @@ GRID = {"image_grid_thw"}
 FRAMES = {"video_grid_thw", "timestamps"}
 OWN_CODE = ("--trust-remote-code",)
 FAMILIES = {
-    "audio-flamingo3": Family({"audio": {"chunk_counts"}}),
+    "audio-flamingo3": Family({"audio": {"audio_num_tokens"}}),
     "cohere2-vision": Family({"image": NOTHING}),
     "gemma3-vl": Family({"image": NOTHING}),
     # Layers of two shapes, which CPU engines give blocks of two sizes.
@@ -54,11 +54,15 @@ FAMILIES = {
     "kimi-vl": Family({"image": NOTHING}, OWN_CODE),
     "lfm2-vl": Family({"image": NOTHING}, shares_kv=False),  # recurrent layers
     "llama4": Family({"image": NOTHING}),
+    "llava": Family({"image": NOTHING}),
     "llava-next": Family({"image": NOTHING}),
     "llava-onevision": Family({"image": NOTHING, "video": NOTHING}),
     "minicpmv": Family({"image": {"image_sizes"}, "video": {"video_image_sizes"}}, OWN_CODE),
     "mistral3": Family({"image": NOTHING}),
+    "qwen2-audio": Family({"audio": {"audio_num_tokens"}}),
     "qwen2-vl": Family({"image": GRID, "video": {"video_grid_thw"}}),
+    "qwen2.5-vl": Family({"image": GRID, "video": {"video_grid_thw"}}),
+    "qwen3-vl": Family({"image": GRID, "video": FRAMES}),
     "qwen2.5-omni": Family(
         {"image": GRID, "video": {"video_grid_thw"}, "audio": {"audio_feature_lengths"}}
     ),
