@@ -26,6 +26,9 @@ MAX_POSITIONS = 8192
 # over a picture's tokens, and so the answer, is the same for every picture.
 ATTENTION_GAIN = 2.0
 BIAS_STD = 0.08
+# Where the layer that gives the logits has the weights of the embeddings: a wider embedding is most
+# like itself, whatever the layers between add, and an answer repeats one token.
+TIED_EMBEDDING_STD = 0.3
 MAX_LEARNED_TOKENS = 1024
 MEL_BINS = 32
 BLANK = "\u0120"  # the blank in byte-level vocabularies
@@ -184,6 +187,8 @@ def draw_weights(model: PreTrainedModel, seed: int) -> None:
     do not drown a token.
     """
     stream = torch.Generator().manual_seed(seed)
+    embeddings = model.get_input_embeddings()
+    is_tied = model.get_output_embeddings().weight is embeddings.weight
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "q_norm" in name or "k_norm" in name:
@@ -194,7 +199,8 @@ def draw_weights(model: PreTrainedModel, seed: int) -> None:
                 std = BIAS_STD
             elif "embed_tokens" in name:
                 # Some models scale their embeddings.
-                std = 1.0 / getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0)
+                std = TIED_EMBEDDING_STD if is_tied else 1.0
+                std /= getattr(embeddings, "scalar_embed_scale", 1.0)
             else:
                 inputs = parameter[0].numel()
                 std = (

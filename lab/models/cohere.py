@@ -33,7 +33,7 @@ def make_cohere2_vision(path: str | Path, seed: int = 0) -> Path:
     tokenizer = train_tokenizer(list(NAMED.values()), CHAT_TEMPLATE, NAMED)
     config = Cohere2VisionConfig(
         text_config=text_config(
-            tokenizer, model_type="cohere2", sliding_window=WINDOW, tie_word_embeddings=False
+            tokenizer, model_type="cohere2", sliding_window=WINDOW, tie_word_embeddings=True
         ),
         vision_config=vision_config(
             model_type="siglip_vision_model",
@@ -44,7 +44,7 @@ def make_cohere2_vision(path: str | Path, seed: int = 0) -> Path:
         downsample_factor=MERGED,
         image_token_id=tokenizer.convert_tokens_to_ids(NAMED["image_token"]),
         alignment_intermediate_size=256,
-        tie_word_embeddings=False,
+        tie_word_embeddings=True,
         dtype="float32",
     )
     processor = Cohere2VisionProcessor(

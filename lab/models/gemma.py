@@ -100,7 +100,7 @@ def make_gemma4(path: str | Path, seed: int = 0) -> Path:
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "subsampling_conv_channels": [16, 16],
-        "output_proj_dims": 96,
+        "output_proj_dims": 128,
         "use_clipped_linears": False,
     }
     config = Gemma4Config(

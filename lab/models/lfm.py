@@ -38,7 +38,7 @@ def make_lfm2_vl(path: str | Path, seed: int = 0) -> Path:
         block_ff_dim=256,
         block_auto_adjust_ff_dim=False,
         layer_types=["conv", "full_attention", "conv", "full_attention"],
-        tie_word_embeddings=False,
+        tie_word_embeddings=True,
     )
     config = Lfm2VlConfig(
         text_config=text,
@@ -51,7 +51,7 @@ def make_lfm2_vl(path: str | Path, seed: int = 0) -> Path:
         image_token_id=tokenizer.convert_tokens_to_ids(NAMED["image_token"]),
         projector_hidden_size=128,
         downsample_factor=MERGED,
-        tie_word_embeddings=False,
+        tie_word_embeddings=True,
         dtype="float32",
     )
     processor = Lfm2VlProcessor(

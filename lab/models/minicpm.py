@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MiniCPM-V 2.6: a resampler gives all pictures, and the frames of videos, equally many tokens."""
+"""MiniCPM-V 4.5: a resampler gives all pictures, and the frames of videos, equally many tokens."""
 
 from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.idefics2.configuration_idefics2 import Idefics2VisionConfig
 from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionTransformer
 
@@ -38,7 +38,7 @@ class MiniCPMV(PreTrainedModel):
 
     def __init__(self, config: MiniCPMVConfig, vision: Idefics2VisionConfig) -> None:
         super().__init__(config)
-        self.llm = Qwen2ForCausalLM(Qwen2Config(**config.to_dict()))
+        self.llm = Qwen3ForCausalLM(Qwen3Config(**config.to_dict()))
         self.vpm = Idefics2VisionTransformer(vision)
         self.resampler = _Resampler(config.hidden_size, vision.hidden_size)
         self.post_init()
@@ -66,7 +66,7 @@ class _Resampler(nn.Module):
 
 
 def make_minicpmv(path: str | Path, seed: int = 0) -> Path:
-    """Write a MiniCPM-V 2.6 checkpoint of about 4 MB to `path` and return it.
+    """Write a MiniCPM-V 4.5 checkpoint of about 4 MB to `path` and return it.
 
     It has code of its own: engines need `--trust-remote-code`.
     """
@@ -74,8 +74,8 @@ def make_minicpmv(path: str | Path, seed: int = 0) -> Path:
     tokenizer.bos_token = END_OF_TEXT  # vLLM's processor begins each text with it
     vision = vision_config(image_size=PICTURE_SIDE, patch_size=PATCH_SIDE)
     config = MiniCPMVConfig(
-        **text_config(tokenizer, tie_word_embeddings=False),
-        version=2.6,
+        **text_config(tokenizer, head_dim=32, tie_word_embeddings=False),
+        version=4.5,
         query_num=TOKENS_PER_PICTURE,
         image_size=PICTURE_SIDE,
         max_slice_num=1,

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import BaseImageProcessor, BatchFeature, ProcessorMixin, Qwen2Config
+from transformers import BaseImageProcessor, BatchFeature, ProcessorMixin, Qwen3Config
 from transformers.models.siglip import SiglipVisionConfig
 
 
-class MiniCPMVConfig(Qwen2Config):
-    """The configuration of version 2.6: a Qwen2 with a `vision_config` and sizes of a resampler."""
+class MiniCPMVConfig(Qwen3Config):
+    """The configuration of version 4.5: a Qwen3 with a `vision_config` and sizes of a resampler."""
 
     model_type = "minicpmv"
 
