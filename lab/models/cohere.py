@@ -56,4 +56,6 @@ def make_cohere2_vision(path: str | Path, seed: int = 0) -> Path:
         tokenizer=tokenizer,
         chat_template=CHAT_TEMPLATE,
     )
-    return finish(path, Cohere2VisionForConditionalGeneration(config), processor, seed)
+    model = Cohere2VisionForConditionalGeneration(config)
+    names = {"model.vision_tower.": "model.vision_tower.vision_model."}
+    return finish(path, model, processor, seed, names)

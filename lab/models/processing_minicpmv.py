@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from transformers import BaseImageProcessor, BatchFeature, ProcessorMixin, Qwen3Config
 from transformers.models.siglip import SiglipVisionConfig
 
@@ -59,8 +60,9 @@ class MiniCPMVImageProcessor(BaseImageProcessor):
         return f"{number}<im_start>{'<unk>' * self.image_feature_size}<im_end>"
 
     def preprocess(self, images: Any, **_: Any) -> BatchFeature:
-        """Return the patches of pictures, which come in one list for each prompt."""
-        by_prompt = images if isinstance(images[0], list) else [images]
+        """Return the patches of pictures, which come in a list or, a video's frames, in an array
+        for each prompt."""
+        by_prompt = [images] if isinstance(images[0], Image.Image) else images
         shown = [[self._patches(picture) for picture in pictures] for pictures in by_prompt]
         return BatchFeature(
             {
@@ -71,6 +73,8 @@ class MiniCPMVImageProcessor(BaseImageProcessor):
         )
 
     def _patches(self, picture: Any) -> tuple[torch.Tensor, tuple[int, int], tuple[int, int]]:
+        if not isinstance(picture, Image.Image):
+            picture = Image.fromarray(np.asarray(picture))
         size, side = picture.size, self.patch_size
         scale = self.scale_resolution / max(size)
         columns, rows = (max(1, round(length * scale / side)) for length in size)
