@@ -28,7 +28,7 @@ ATTENTION_GAIN = 2.0
 BIAS_STD = 0.08
 # Where the layer that gives the logits has the weights of the embeddings: a wider embedding is most
 # like itself, whatever the layers between add, and an answer repeats one token.
-TIED_EMBEDDING_STD = 0.3
+TIED_EMBEDDING_STD = 0.1
 MAX_LEARNED_TOKENS = 1024
 MEL_BINS = 32
 BLANK = "\u0120"  # the blank in byte-level vocabularies

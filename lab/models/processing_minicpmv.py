@@ -67,7 +67,7 @@ class MiniCPMVImageProcessor(BaseImageProcessor):
         return BatchFeature(
             {
                 "pixel_values": [[patches for patches, _, _ in each] for each in shown],
-                "image_sizes": [[size for _, size, _ in each] for each in shown],
+                "image_sizes": [[torch.tensor(size) for _, size, _ in each] for each in shown],
                 "tgt_sizes": [torch.tensor([grid for _, _, grid in each]) for each in shown],
             }
         )

@@ -18,6 +18,7 @@ from lab import model_cache
 from lab.models import FAMILIES
 from lab.servers import openai_client as client
 from tests.conftest import CACHE
+from tests.engines import test_families_stages
 from tests.nightly import gate_tries_only
 
 # One of each kind; the gate's engine tests use others, too.
@@ -57,6 +58,10 @@ def test_answer_of_transformers_depends_on_the_media(family: str) -> None:
     told = [show("What is this?", seed) for seed in (1, 2, 3)]
     assert len({*told, show("Why?", 1)}) == 4
     assert show("What is this?", 1) == told[0]
+
+
+def test_every_family_with_media_is_tried_in_stages() -> None:
+    assert test_families_stages.FAMILIES.keys() == FAMILIES.keys() - set(TEXT_ONLY)
 
 
 class Answers:
