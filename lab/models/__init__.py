@@ -8,10 +8,11 @@ answers with other tokens.
 
     python -m lab.models qwen2.5-vl DIR [--seed N]
 
-Each family adds a feature: `qwen2.5-vl` pictures of any size and videos, `qwen3-vl` embeddings
+Some families add a feature: `qwen2.5-vl` pictures of any size and videos, `qwen3-vl` embeddings
 wider than the language model (DeepStack), `llava` prompts whose placeholders depend on the
 pixels, `qwen2-audio` sound. `qwen2` is text-only, and so are `gemma3`, in which two of three layers
-have a sliding window, and `deepseek-v2`, whose attention is latent (MLA).
+have a sliding window, and `deepseek-v2`, whose attention is latent (MLA). The others are there to
+be tried: docs/models.md lists them, and which are not made here and why.
 """
 
 from collections.abc import Callable

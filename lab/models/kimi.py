@@ -2,6 +2,7 @@
 """Kimi-VL: MoonViT, which takes pictures of any size, and DeepSeek's latent attention (MLA)."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,11 +48,11 @@ class KimiVLForConditionalGeneration(PreTrainedModel):
         )
         self.post_init()
 
-    def get_output_embeddings(self) -> nn.Module:
+    def get_output_embeddings(self) -> Any:
         """Return the layer that gives the logits."""
         return self.language_model.lm_head
 
-    def get_input_embeddings(self) -> nn.Module:
+    def get_input_embeddings(self) -> Any:
         """Return the embeddings of tokens."""
         return self.language_model.get_input_embeddings()
 

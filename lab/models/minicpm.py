@@ -2,6 +2,7 @@
 """MiniCPM-V 4.5: a resampler gives all pictures, and the frames of videos, equally many tokens."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,11 +44,11 @@ class MiniCPMV(PreTrainedModel):
         self.resampler = _Resampler(config.hidden_size, vision.hidden_size)
         self.post_init()
 
-    def get_output_embeddings(self) -> nn.Module:
+    def get_output_embeddings(self) -> Any:
         """Return the layer that gives the logits."""
         return self.llm.lm_head
 
-    def get_input_embeddings(self) -> nn.Module:
+    def get_input_embeddings(self) -> Any:
         """Return the embeddings of tokens."""
         return self.llm.get_input_embeddings()
 
