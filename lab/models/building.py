@@ -193,7 +193,7 @@ def draw_weights(model: PreTrainedModel, seed: int) -> None:
         for name, parameter in model.named_parameters():
             if "q_norm" in name or "k_norm" in name:
                 parameter.fill_(ATTENTION_GAIN)
-            if "norm" in name or "ln_q" in name:
+            if "norm" in name or "ln_" in name:
                 continue
             if parameter.dim() == 1:
                 std = BIAS_STD
