@@ -11,9 +11,9 @@ answers with other tokens.
 Some families add a feature: `qwen2.5-vl` pictures of any size and videos, `qwen3-vl` embeddings
 wider than the language model (DeepStack), `llava` prompts whose placeholders depend on the
 pixels, `qwen2-audio` sound. `qwen2` is text-only, and so are `gemma3`, in which two of three layers
-have a sliding window, `deepseek-v2`, whose attention is latent (MLA), and `lfm2` and `qwen3.5-text`,
-in which every other layer is recurrent. The others are there to be tried: docs/models.md lists
-them, and which are not made here and why.
+have a sliding window, `deepseek-v2`, whose attention is latent (MLA), and `lfm2` and
+`qwen3.5-text`, in which every other layer is recurrent. The others are there to be tried:
+docs/models.md lists them, and which are not made here and why.
 """
 
 from collections.abc import Callable

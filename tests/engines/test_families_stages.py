@@ -83,7 +83,7 @@ FAMILIES = {
     "qwen3-omni": Family({"image": NOTHING, "video": NOTHING, "audio": {"audio_feature_lengths"}}),
     # Recurrent layers, whose kernel for CPUs wants this dtype.
     "qwen3.5-vl": Family(
-        {"image": GRID, "video": FRAMES}, ("--dtype=bfloat16",), state_block=640, more=STORY
+        {"image": GRID, "video": FRAMES}, ("--dtype=bfloat16",), state_block=544, more=STORY
     ),
 }
 IN_THE_GATE = "internvl"
