@@ -3,6 +3,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from vllm.v1.core.sched.output import (
@@ -15,10 +16,12 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from ecshare.store.keys import Kind, gap_key, object_key
+from ecshare.transfer.jobs import Tier
 from kvshare.chunks.layers import AttentionWindow, LayerSet
 from kvshare.chunks.prefix import Chunk, Grid, Prefix
 from kvshare.chunks.slabs import slab_sizes
 from kvshare.messages import Piece, Report
+from kvshare.scheduler import lookups
 from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.scheduler.test_scheduler import (
     FULL,
@@ -153,6 +156,32 @@ def test_one_state_is_found_among_hundreds_of_chunks(bench: StartBench) -> None:
     assert here.ask(make_request("r", prompt)) == 7 * BLOCK
 
 
+@pytest.mark.parametrize("num_objects", [1, 5, 40])
+@pytest.mark.parametrize("ends", [(200,), (190,), (7,), ()])
+def test_state_of_many_objects_is_found_in_few_rounds(
+    bench: StartBench, ends: tuple[int, ...], num_objects: int
+) -> None:
+    """Of a state at the end of block 150, and of the last one, an object is missing."""
+    sets = (FULL, *(replace(STATES, number=1 + n) for n in range(num_objects)))
+    facts = bench(layer_sets=sets).half._facts
+    prefix = Prefix.of(make_request("r", range(200 * BLOCK + 1)), grid())
+    chunks = list(prefix.chunks(0, lambda _: b""))
+    stored = {key for chunk in chunks for key in lookups._keys(facts, chunk, 1)}
+    for block in (*ends, *((150, 200) if num_objects > 1 else ())):
+        keys = lookups._keys(facts, grid().state_of(chunks[block - 1]), 1)
+        stored.update(keys if block in ends else keys[:-1])
+    query = lookups._Query(facts, prefix, 0, (1,))()
+    asked, rounds = next(query), 1
+    with pytest.raises(StopIteration) as end:
+        while True:
+            asked = query.send([Tier.STORE if key in stored else None for key in asked])
+            rounds += 1
+    found = end.value.value.chunks
+    if num_objects <= lookups.KEYS_A_ROUND:  # otherwise the load notices it
+        assert [chunk.end_tokens for chunk in found[-1:]] == [n * BLOCK for n in ends]
+    assert rounds <= 2 + -(-200 // lookups.KEYS_A_ROUND) + 2
+
+
 def test_whole_hit_in_the_host_cache_is_found_at_once(bench: StartBench) -> None:
     here = bench(layer_sets=SETS)
     here.engine.host.is_in_memory = True
@@ -187,8 +216,18 @@ def test_load_without_a_block_for_the_state_is_not_ordered(bench: StartBench) ->
     here = bench(layer_sets=SETS)
     store(here, PROMPT, 4)
     request = make_request("r", PROMPT)
-    with pytest.raises(ValueError, match="no block for the state"):
+    with pytest.raises(ValueError, match="no place for the state"):
         here.half.allocated(request, [[50, 51, 52, 53], [0] * 4, [0] * 4], here.ask(request))
+
+
+def test_state_is_not_loaded_if_vllm_goes_on_elsewhere(bench: StartBench) -> None:
+    """Computed on from another token, with this state, all tokens would be wrong."""
+    here = bench(layer_sets=SETS)
+    store(here, PROMPT, 4)
+    request = make_request("r", PROMPT)
+    tables = [[50, 51, 52, 53], [0, 0, 0, 60], [0, 0, 0, 70]]
+    with pytest.raises(ValueError, match="no place for the state"):
+        here.half.allocated(request, tables, here.ask(request) - 1)
 
 
 def test_announced_prompt_waits_for_its_state(bench: StartBench) -> None:
