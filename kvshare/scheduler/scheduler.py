@@ -316,6 +316,7 @@ class KVScheduler:
         ]
         leaving = self._saves.take_leaving(_overwritten(output, recurrent))
         saves = tuple(self._plan_saves(output))
+        self._saves.end_step()
         return Orders(self._facts.namespace, loads, abandoned, saves, leaving, is_idle=is_idle)
 
     def reported(self, output: KVConnectorOutput) -> None:
