@@ -2,8 +2,9 @@
 """The scheduler half of a model with recurrent layers: which states it stores, finds and loads."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from vllm.v1.core.sched.output import (
@@ -15,13 +16,14 @@ from vllm.v1.core.sched.output import (
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from ecshare.store.keys import Kind, gap_key, object_key
+from ecshare.store.keys import Key, Kind, gap_key, object_key
 from ecshare.transfer.jobs import Tier
 from kvshare.chunks.layers import AttentionWindow, LayerSet
 from kvshare.chunks.prefix import Chunk, Grid, Prefix
 from kvshare.chunks.slabs import slab_sizes
 from kvshare.messages import Piece, Report
 from kvshare.scheduler import lookups
+from kvshare.scheduler.search import StoredPrefix
 from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.scheduler.test_scheduler import (
     FULL,
@@ -171,15 +173,23 @@ def test_state_of_many_objects_is_found_in_few_rounds(
         keys = lookups._keys(facts, grid().state_of(chunks[block - 1]), 1)
         stored.update(keys if block in ends else keys[:-1])
     query = lookups._Query(facts, prefix, 0, (1,))()
-    asked, rounds = next(query), 1
-    with pytest.raises(StopIteration) as end:
-        while True:
-            asked = query.send([Tier.STORE if key in stored else None for key in asked])
-            rounds += 1
-    found = end.value.value.chunks
+    found, rounds = answer(query, stored)
     if num_objects <= lookups.KEYS_A_ROUND:  # otherwise the load notices it
         assert [chunk.end_tokens for chunk in found[-1:]] == [n * BLOCK for n in ends]
     assert rounds <= 2 + -(-200 // lookups.KEYS_A_ROUND) + 2
+
+
+def answer(
+    query: Generator[list[Key], Any, StoredPrefix], stored: set[Key]
+) -> tuple[tuple[Chunk, ...], int]:
+    """Answer a query by what is stored; return what it finds, and the number of rounds."""
+    asked, rounds = next(query), 1
+    while True:
+        where = [Tier.STORE if key in stored else None for key in asked]
+        try:
+            asked, rounds = query.send(where), rounds + 1
+        except StopIteration as end:
+            return end.value.chunks, rounds
 
 
 def test_whole_hit_in_the_host_cache_is_found_at_once(bench: StartBench) -> None:
