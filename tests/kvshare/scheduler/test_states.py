@@ -23,7 +23,7 @@ from kvshare.chunks.prefix import Chunk, Grid, Prefix
 from kvshare.chunks.slabs import slab_sizes
 from kvshare.messages import Piece, Report
 from kvshare.scheduler import lookups
-from kvshare.scheduler.search import StoredPrefix
+from kvshare.scheduler.search import KEYS_A_ROUND, StoredPrefix
 from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.scheduler.test_scheduler import (
     FULL,
@@ -174,13 +174,13 @@ def test_state_of_many_objects_is_found_in_few_rounds(
         stored.update(keys if block in ends else keys[:-1])
     query = lookups._Query(facts, prefix, 0, (1,))()
     found, rounds = answer(query, stored)
-    if num_objects <= lookups.KEYS_A_ROUND:  # otherwise the load notices it
+    if num_objects <= KEYS_A_ROUND:  # otherwise the load notices it
         assert [chunk.end_tokens for chunk in found[-1:]] == [n * BLOCK for n in ends]
-    assert rounds <= 2 + -(-200 // lookups.KEYS_A_ROUND) + 2
+    assert rounds <= 2 + -(-200 // KEYS_A_ROUND) + 2
 
 
 def answer(
-    query: Generator[list[Key], Any, StoredPrefix], stored: set[Key]
+    query: Generator[Sequence[Key], Any, StoredPrefix], stored: set[Key]
 ) -> tuple[tuple[Chunk, ...], int]:
     """Answer a query by what is stored; return what it finds, and the number of rounds."""
     asked, rounds = next(query), 1
