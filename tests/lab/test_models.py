@@ -100,7 +100,7 @@ def payload(url: str) -> bytes:
     return base64.b64decode(url.partition("base64,")[2])
 
 
-TEXT_ONLY = ("qwen2", "gemma3", "deepseek-v2")
+TEXT_ONLY = ("qwen2", "gemma3", "deepseek-v2", "lfm2", "qwen3.5-text")
 HEARING = ("audio-flamingo3", "qwen2-audio")
 SHOW = {
     **dict.fromkeys(TEXT_ONLY, Answers.text),
