@@ -119,7 +119,8 @@ class LayerSet:
     total_heads: int
     """KV heads of all ranks together."""
     state: str = ""
-    """For recurrent layers: what their state consists of. A rank's part counts as one head."""
+    """For recurrent layers: what their state consists of. Each rank's part of it counts as one
+    head, so `total_heads` is the number of different parts."""
 
     @property
     def is_recurrent(self) -> bool:

@@ -22,6 +22,7 @@ from tests.kvshare.damage import flip_a_payload_bit
 from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.test_chunks import LONG, chunked, spoil
 from tests.kvshare.test_stored_dtype import kv_of_4_bits
+from tests.kvshare.test_windows import ask
 from tests.kvshare.toy import (
     BLOCK,
     FOR_DECODE,
@@ -287,21 +288,6 @@ def test_random_prompts_and_store_damage_give_right_tokens(
             specs=specs,
         )
         ask(engine, dice, stem, turn)
-
-
-def ask(engine: ToyEngine, dice: random.Random, stem: list[int], turn: int) -> None:
-    prompts = [
-        [*stem[: dice.randrange(1, 60)], *dice.choices(range(1000), k=dice.randrange(12))]
-        for _ in range(6)
-    ]
-    num_tokens = dice.choice([1, 5, 25])
-    requests = [
-        make_request(f"{turn}-{number}", prompt, num_tokens)
-        for number, prompt in enumerate(prompts)
-    ]
-    answers = engine.run(*requests[:4]) + engine.run(*requests[4:])
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer.tokens == expected_answer(prompt, num_tokens, engine.windows)
 
 
 # --- options of the store ---
