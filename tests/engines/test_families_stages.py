@@ -171,7 +171,7 @@ def check_cold(fleet: Fleet, shown: dict[str, Any], other: dict[str, Any]) -> No
     assert cold.path == ("encode", "prefill", "decode")
     assert cold.token_ids == fleet.expected(shown)
     assert cold.token_ids != fleet.expected(other), "the tokens do not depend on the item: no test"
-    assert (e[ENCODED], p[ENCODED], d[ENCODED]) == (1, 0, 0)
+    assert (e[ENCODED], p[ENCODED], d[ENCODED]) == (1, 0, 0), f"E {dict(e)} P {dict(p)} D {dict(d)}"
     assert (p[LOADED], d[LOADED]) == (1, not fleet.family.shares_kv)
     all_but_one = cold.usage["prompt_tokens"] - 1
     assert d[KV_LOADED] == (all_but_one if fleet.family.shares_kv else 0)
