@@ -12,6 +12,7 @@ are. It checks the time of a signature, but no signature. `faults` has faults by
 """
 
 import hashlib
+import http.client
 import random
 import re
 import socket
@@ -34,7 +35,9 @@ from lab.servers.processes import LOOPBACK, Port
 BUCKET = "bucket"
 DATE = "Mon, 23 Nov 2026 00:00:00 GMT"
 DATED = {"ETag": '"e"', "Last-Modified": DATE}
-XML = {"Content-Type": "application/xml"}
+ID = {"x-amz-request-id": "1"}
+"""Which only S3 sends."""
+XML = {"Content-Type": "application/xml", **ID}
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 _DRIP_S = 0.05
 _HANG_S = 3600.0
@@ -52,7 +55,7 @@ class Stored:
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"ETag": self.etag, "Last-Modified": formatdate(self.written_s, usegmt=True)}
+        return {"ETag": self.etag, "Last-Modified": formatdate(self.written_s, usegmt=True), **ID}
 
     @classmethod
     def of(cls, body: bytes) -> "Stored":
@@ -428,7 +431,8 @@ class _Connection(BaseHTTPRequestHandler):
 
 
 def _head(reply: Reply) -> bytes:
-    lines = [f"HTTP/1.1 {reply.status} Words", "x-amz-request-id: 1"]
+    reason = http.client.responses.get(reply.status, "Words")
+    lines = [f"HTTP/1.1 {reply.status} {reason}"]
     lines += [f"{name}: {value}" for name, value in reply.headers.items()]
     if reply.framing == "length":
         length = len(reply.body) if reply.length is None else reply.length
