@@ -199,8 +199,9 @@ def _moved_to_itself(request: Request) -> Reply:
     return Reply(307, headers={"Location": f"{request.server.endpoint}{request.path}"})
 
 
-def _now_and_then(request: Request) -> Reply | None:
-    return refused(503, "SlowDown") if request.server.even_chance() else None
+def now_and_then(reply: Reply) -> Fault:
+    """Give this answer to every second request, by chance."""
+    return lambda request: reply if request.server.dice.random() < 0.5 else None
 
 
 def storing(change: Callable[[bytes], bytes]) -> Fault:
@@ -217,10 +218,6 @@ def _exists(reply: Reply) -> Fault:
         return reply
 
     return fault
-
-
-def _conflicts_now_and_then(request: Request) -> Reply | None | None:
-    return refused(409, "ConditionalRequestConflict") if request.server.even_chance() else None
 
 
 def _done_but_reset(request: Request) -> Reply:
@@ -250,7 +247,7 @@ ANY: dict[str, Fault] = {
     "moved-away": always(
         replace(refused(301, "PermanentRedirect"), headers={"Location": UNREACHABLE})
     ),
-    "flaky": _now_and_then,
+    "flaky": now_and_then(refused(503, "SlowDown")),
 }
 """Faults of every kind of request."""
 
@@ -306,7 +303,7 @@ PUT: dict[str, Fault] = {
     "exists": _exists(refused(412, "PreconditionFailed")),
     "exists-by-409": _exists(refused(409, "Conflict")),
     "conflict": always(refused(409, "ConditionalRequestConflict")),
-    "conflict-now-and-then": _conflicts_now_and_then,
+    "conflict-now-and-then": now_and_then(refused(409, "ConditionalRequestConflict")),
     "bad-digest": always(refused(400, "BadDigest")),
     "not-implemented": always(refused(501, "NotImplemented")),
     "full": always(refused(507, "InsufficientStorage")),

@@ -126,10 +126,11 @@ class BadS3(ThreadingHTTPServer):
         """The method and the headers, with lower-case names, of each request."""
         self.num_sent_bytes = 0
         """How many bytes of bodies the network has accepted."""
-        self.hits = _Hits()
+        self.num_hits = 0
+        """How many requests have met a fault since `faults` was set."""
+        self._counted = threading.Condition()  # guards `num_hits`
         self.open: set[socket.socket] = set()
-        self._lock = threading.Lock()  # guards the dice
-        self._dice = random.Random(1)
+        self.dice = random.Random(1)
         self._faults: Mapping[str, Fault] = {}
         self.changed = threading.Event()
 
@@ -144,13 +145,15 @@ class BadS3(ThreadingHTTPServer):
 
     @faults.setter
     def faults(self, faults: Mapping[str, Fault]) -> None:
-        self._faults = faults
+        with self._counted:
+            self._faults, self.num_hits = faults, 0
         self.changed.set()
         self.changed = threading.Event()
 
-    def even_chance(self) -> bool:
-        with self._lock:
-            return self._dice.random() < 0.5
+    def wait_hit(self, timeout_s: float = 60.0) -> None:
+        """Block until a request has met a fault that was set last."""
+        with self._counted:
+            assert self._counted.wait_for(lambda: self.num_hits, timeout_s), "no fault was met"
 
     def answer(self, request: "Request") -> Reply:
         self.requests.append((request.method, request.headers))
@@ -159,19 +162,21 @@ class BadS3(ThreadingHTTPServer):
         if reply is None:
             return honest(request)
         request.receive(reply.num_received)
-        self.hits.add()
+        with self._counted:
+            self.num_hits += 1
+            self._counted.notify_all()
         return reply
 
     def disconnect(self) -> None:
-        """End all connections, and all answers that hang."""
+        """End all connections, and all faults."""
         for connection in tuple(self.open):
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-        self.faults = self._faults
+        self.faults = {}
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """Refuse connections, and end those that are open."""
+        """Refuse connections, and end those that are open, and all faults."""
         self.stop()
         self.disconnect()
         yield
@@ -195,25 +200,6 @@ class BadS3(ThreadingHTTPServer):
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignore clients that disconnect."""
-
-
-class _Hits:
-    """Counts the requests that a fault has affected."""
-
-    def __init__(self) -> None:
-        self.num = 0
-        self._counted = threading.Condition()  # guards the number
-
-    def add(self) -> None:
-        with self._counted:
-            self.num += 1
-            self._counted.notify_all()
-
-    def wait_next(self, timeout_s: float) -> None:
-        """Block until another request is affected."""
-        with self._counted:
-            before = self.num
-            assert self._counted.wait_for(lambda: self.num > before, timeout_s), "no fault was met"
 
 
 class Request:

@@ -266,16 +266,7 @@ def test_store_that_stops_answering_costs_hits(
 
 
 @pytest.mark.parametrize(
-    "mode",
-    [
-        "get:503",
-        "get:403",
-        "get:missing",
-        "get:cut",
-        "get:cut-by-reset",
-        "get:stall",
-        "get:flipped",
-    ],
+    "fault", ["503", "403", "missing", "cut", "cut-by-reset", "stall", "flipped"]
 )
 def test_failed_download_is_a_miss(start: Start, fault: str) -> None:
     with bad_s3() as server:
@@ -286,7 +277,7 @@ def test_failed_download_is_a_miss(start: Start, fault: str) -> None:
         host = start(**store, wait_s=1.0, io_timeout_s=1.0)
         server.faults = {"get": on("kv/", modes(f"get:{fault}")["get"])}
         assert host.find(NUMBERS) == [MISS] * 3
-        assert server.hits.num
+        assert server.num_hits
         assert is_idle(host)
         server.faults = {}
         host.step_until(lambda: not host.is_breaker_open())

@@ -45,7 +45,7 @@ def test_start_up_retries_temporary_failures(
     with bad_s3(in_turn(*[busy] * 7, lambda _: None, *[busy] * 4)) as server:
         engine = engine_at(server.endpoint, tmp_path)
         assert engine.probe(write=True) is True
-        assert server.hits.num == 11
+        assert server.num_hits == 11
         engine.close()
     assert "does not serve now" not in caplog.text
 
