@@ -33,6 +33,7 @@ from vllm.v1.kv_cache_interface import (
 from ecshare.plugin.compat import option
 from ecshare.plugin.deployment import deployment_refusal
 from ecshare.plugin.ranks import Rank
+from kvshare.chunks.layouts import layout_advice
 from kvshare.chunks.prefix import Chunk
 from kvshare.chunks.shards import (
     ShardSlice,
@@ -220,6 +221,11 @@ def _layer_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") 
         why_not = _spec_refusal(spec, cache.block_size)
         if why_not is not None:
             return why_not
+        if spec.block_size != cache.block_size:
+            return (
+                f"some layers have blocks of {spec.block_size} tokens and others of "
+                f"{cache.block_size}: {layout_advice(vllm_config)}"
+            )
     if all(isinstance(spec, MambaSpec) for spec in specs):
         return "the model has recurrent layers only"
     for group in kv_cache_config.kv_cache_groups:
@@ -252,11 +258,6 @@ def _spec_refusal(spec: KVCacheSpec, block_tokens: int) -> str | None:
         return "a KV cache of quantization fp8_ds_mla is not supported"
     if option(spec, "non_causal"):
         return "a token's KV depends on later tokens in this model"
-    if spec.block_size != block_tokens:
-        return (
-            f"some layers have blocks of {spec.block_size} tokens and others of {block_tokens}: "
-            "set --block-size so that all are equal, if the model allows"
-        )
     return None
 
 
