@@ -14,6 +14,9 @@ SEED := $(SEED)
 CASES ?= 20
 
 BIN := .venv/bin
+# Python may keep what it compiled: without it each process compiles our modules, and pytest's each
+# test, again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup demo test beside lint unit packaging engines nightly test-cases test-models test-faults test-gpu test-browser fuzz test-matrix constraints docs clean
 help:
@@ -63,9 +66,11 @@ unit: setup
 	$(BIN)/python -m pytest -q -m "not engine and not packaging and not browser and not nightly" \
 		-n 2 --dist loadfile
 
-# The wheel with each extra in an empty environment: a minute, and a package index.
+# The wheel with each extra in an empty environment: a minute, and a package index. To collect the
+# other tests takes longer than to run some of these: tests/conftest.py refuses such tests elsewhere.
+PACKAGING_TESTS := tests/packaging
 packaging: setup
-	$(BIN)/python -m pytest -q -m packaging
+	$(BIN)/python -m pytest -q -m packaging $(PACKAGING_TESTS)
 
 # Two at a time here too: engines that start leave one core idle. To collect all tests takes a while:
 # tests/conftest.py refuses tests of engines elsewhere.

@@ -48,6 +48,7 @@ TWO_RELEASES = "tests/engines/test_two_releases.py"
 APART_FROM = (
     "tests/engines/test_demo.py",
     "tests/engines/test_examples.py",
+    "tests/engines/test_families_stages.py",
     "tests/engines/test_gpu_kit.py",
     "tests/engines/test_kv_float8.py",
     TWO_RELEASES,

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,11 @@ CACHE = Path(__file__).parents[1] / ".cache"
 LOGS = CACHE / "logs" / "tests" / os.environ.get("PYTEST_XDIST_WORKER", "")
 
 MAKEFILE = (Path(__file__).parents[1] / "Makefile").read_text()
-ENGINE_TESTS = tuple(re.findall(r"^ENGINE_TESTS := (.+)", MAKEFILE, re.MULTILINE)[0].split())
-"""The files and folders in which `make engines` looks for tests of engines."""
+TESTS_OF = {
+    kind: tuple(re.findall(rf"^{kind.upper()}_TESTS := (.+)", MAKEFILE, re.MULTILINE)[0].split())
+    for kind in ("engine", "packaging")
+}
+"""The files and folders in which `make engines` and `make packaging` look for their tests."""
 
 StartEngine = Callable[..., EngineProcess]
 
@@ -38,13 +42,14 @@ settings.load_profile("ours")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse tests of engines that `make engines` would not find."""
-    for item in items:
-        is_found = any(item.nodeid.startswith(each) for each in ENGINE_TESTS)
-        if item.get_closest_marker("engine") and not is_found:
+    """Refuse tests that `make engines` or `make packaging` would not find."""
+    for item, (kind, places) in product(items, TESTS_OF.items()):
+        is_found = item.nodeid.startswith(places)
+        if item.get_closest_marker(kind) and not is_found:
             others = map(item.get_closest_marker, ("models", "faults", "nightly"))
             if not any(others):
-                raise pytest.UsageError(f"{item.nodeid}: not in ENGINE_TESTS, so no gate runs it")
+                name = f"{kind.upper()}_TESTS"
+                raise pytest.UsageError(f"{item.nodeid}: not in {name}, so no gate runs it")
 
 
 @pytest.fixture(scope="session")

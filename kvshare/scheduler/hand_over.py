@@ -68,20 +68,28 @@ class HandOver:
         request = progress.request
         is_whole = progress.saved_prompt_tokens == request.num_prompt_tokens
         is_sure = is_whole and progress.num_lost_before == self.num_lost and not progress.has_gap
-        if is_sure and not grid.has_states:  # a state may be missing: there was no memory for it
+        if is_sure and not grid.has_states:
             return stored_tokens(request, grid)
-        # Some of it was not saved, or a save has failed, perhaps of a chunk of this prompt.
-        chunks = prompt_chunks(request, grid, self._facts.hash_function)
-        ordered = list(takewhile(lambda chunk: chunk.key in self._stored, chunks))
-        if grid.has_states:
+        ordered = list(prompt_chunks(request, grid, self._facts.hash_function))
+        if not is_sure:
+            # Some of it was not saved, or a save has failed, perhaps of a chunk of this prompt.
+            ordered = list(takewhile(lambda chunk: chunk.key in self._stored, ordered))
+        if grid.has_states:  # there may have been no memory for the last ones
             while ordered and grid.state_of(ordered[-1]).key not in self._stored:
                 ordered.pop()
         return min(ordered[-1].end_tokens, request.num_prompt_tokens - 1) if ordered else 0
 
     def _give_up_rest(self, request: Request, grid: Grid, num_tokens: int) -> None:
-        """Leave a note that the prompt will not be stored after its first `num_tokens`."""
-        chunks = prompt_chunks(request, grid, self._facts.hash_function)
-        chunk = next((each for each in chunks if each.end_tokens > num_tokens), None)
-        if chunk is not None:
-            name = bytes(chunk.key)
+        """Leave a note that the prompt will not be stored after its first `num_tokens`.
+
+        A reader looks for the note of what it waits for: the first chunk that is missing, or the
+        state at the end.
+        """
+        chunks = grid.with_state(prompt_chunks(request, grid, self._facts.hash_function))
+        rest = [each for each in chunks if each.end_tokens > num_tokens]
+        if grid.has_states and not self._saves_fail:
+            # Chunks after the last state may be stored, and are not announced.
+            rest = [each for each in rest if each.key not in self._stored]
+        if rest:
+            name = bytes(rest[0].key)
             self._engine.submit(GiveUp(object_key(Kind.KV, self._facts.namespace, name)))

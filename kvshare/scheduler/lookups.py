@@ -365,16 +365,22 @@ class _Query:
     ) -> LookupRounds[StoredPrefix]:
         """Cut `found` after its last chunk with a stored state, and add that state.
 
-        States are stored for few chunks: the last chunks are asked for first.
+        States are stored for few chunks: the last chunks are asked for first. Usually one of the
+        first round is found. Further rounds ask for one object of each state, and for the others of
+        one that is found.
         """
-        state_of, most = self._prefix.grid.state_of, KEYS_A_ROUND // len(self._facts.state_names)
+        state_of, num_objects = self._prefix.grid.state_of, len(self._facts.state_names)
+        most = max(1, KEYS_A_ROUND // num_objects)
         missing: list[ChunkKey] = []
         chunks = list(found.chunks)
         while chunks:
-            states = [state_of(chunk) for chunk in reversed(chunks[-max(1, most) :])]
+            states = [state_of(chunk) for chunk in reversed(chunks[-most:])]
             if states[0].key not in tp_sizes:
                 tp_sizes |= yield from self._tp_sizes_of(states, self._tp_sizes, tiers)
+            is_sample, most = len(states) * num_objects > KEYS_A_ROUND, KEYS_A_ROUND
             for state in states:
+                if is_sample and tp_sizes.pop(state.key, None) is not None:
+                    tp_sizes |= yield from self._tp_sizes_of([state], self._tp_sizes, tiers)
                 if state.key in tp_sizes:
                     found = replace(found, chunks=(*chunks, state), tp_sizes=tp_sizes)
                     return replace(found, missing=(*found.missing, *missing))

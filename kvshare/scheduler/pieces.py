@@ -29,7 +29,8 @@ class Pieces:
         will be computed from `end_tokens` on.
 
         Raises:
-            ValueError: vLLM has given it no block for a state.
+            ValueError: vLLM has given it no block for a state, or does not go on where the state
+                ends.
         """
         end_block = min(_end_block(chunk), -(-end_tokens // self.block_tokens))
         for layer_set in self._layer_sets_in(chunk):
@@ -38,8 +39,11 @@ class Pieces:
             first = max(start_tokens // self.block_tokens, needed_block, stored_block)
             if first < end_block:
                 ids = _of_groups(layer_set, block_ids, first, end_block)
-                if chunk.is_state and (NULL_BLOCK,) in ids:
-                    raise ValueError(f"no block for the state at token {chunk.end_tokens}: {ids}")
+                if chunk.is_state and ((NULL_BLOCK,) in ids or chunk.end_tokens != end_tokens):
+                    raise ValueError(
+                        f"no place for the state at token {chunk.end_tokens}: blocks {ids}, "
+                        f"computed from token {end_tokens} on"
+                    )
                 yield self._piece(chunk, layer_set, ids, first - stored_block)
 
     def saved(self, chunk: Chunk, block_ids: BlocksOfGroups, step_tokens: int) -> list[Piece]:

@@ -81,8 +81,15 @@ class SaveBudget(Generic[T]):
         self._kept_bytes = 0
         self._is_full = False
 
-    def admit(
-        self, key: ChunkKey, num_bytes: int, num_objects: int, owner: T, rest_bytes: int = 0
+    def admit(  # noqa: PLR0913 — all parameters of a save
+        self,
+        key: ChunkKey,
+        num_bytes: int,
+        num_objects: int,
+        owner: T,
+        rest_bytes: int = 0,
+        *,
+        is_extra: bool = False,
     ) -> bool:
         """Admit a save of `num_bytes` per rank, which stores `num_objects` over all ranks.
 
@@ -90,19 +97,23 @@ class SaveBudget(Generic[T]):
         the first save too, and it is reserved until `release`, unless all of it exceeds the limit.
         False: there is no room. Then only saves with reserved memory are admitted until memory is
         freed: small saves must not overtake a large one. A save larger than the limit is admitted
-        if there is no other.
+        if there is no other. `is_extra`: it does not count to the rest of `owner`, whose reserved
+        memory it leaves alone, and it is not tried again.
         """
         self._remove_unreported()
         kept_bytes = self._kept.get(owner)
-        if kept_bytes is not None:
+        if is_extra:
+            rest_bytes = kept_bytes or 0
+        elif kept_bytes is not None:
             rest_bytes = min(rest_bytes, max(0, kept_bytes - num_bytes))
         elif num_bytes + rest_bytes > self._limit_bytes:
             rest_bytes = 0
         if not self._has_room(num_bytes + rest_bytes, kept_bytes or 0):
-            self._is_full = True
+            self._is_full |= not is_extra
             return False
-        self._kept[owner] = rest_bytes
-        self._kept_bytes += rest_bytes - (kept_bytes or 0)
+        if not is_extra:
+            self._kept[owner] = rest_bytes
+            self._kept_bytes += rest_bytes - (kept_bytes or 0)
         # The chunk may be ordered again before its first save has ended.
         before = self._saves.pop(key, None)
         if before is not None:

@@ -125,6 +125,8 @@ class SavePlan:
         self._budget = budget
         self._policy = policy
         self._leaving: list[Piece] = []
+        self._whole: list[Progress] = []
+        """Requests whose prompt is saved since the last `end_step`, except for its states."""
 
     def computed(self, progress: Progress, step_tokens: int, end_tokens: int) -> Sequence[Piece]:
         """Return the pieces to save once this step has computed a request up to `end_tokens`.
@@ -175,7 +177,8 @@ class SavePlan:
         num_before = progress.state_tokens if progress.state_tokens < num_tokens else 0
         is_due = num_tokens - num_before >= self._facts.state_tokens
         is_chunk_end = not num_tokens % grid.chunk_tokens
-        if not (is_chunk_end and is_due) and num_tokens not in _prompt_ends(progress, grid):
+        is_prompt_end = num_tokens in _prompt_ends(progress, grid)
+        if not (is_chunk_end and is_due) and not is_prompt_end:
             return
         first_block = (end_block - 1) // grid.chunk_blocks * grid.chunk_blocks
         chunk = grid.run(hashes, first_block, end_block)
@@ -186,10 +189,17 @@ class SavePlan:
             return
         if state.key not in self._stored:
             pieces = self._pieces.saved_state(state, block_of_group)
-            if not pieces or not self._admit(progress, state, pieces):
+            if not pieces or not self._admit(progress, state, pieces, is_extra=not is_prompt_end):
                 return
             yield from pieces
         progress.state_tokens = num_tokens
+
+    def end_step(self) -> None:
+        """Free the memory that is still reserved for prompts that are saved now; to be called after
+        all calls of `computed` and `states` for this step."""
+        for progress in self._whole:
+            self._budget.release(progress)
+        self._whole.clear()
 
     def loaded(self, progress: Progress | None, chunks: Sequence[Chunk], num_sound: int) -> None:
         """Record that a load of these consecutive chunks has ended, with `num_sound` of them
@@ -322,6 +332,7 @@ class SavePlan:
             pieces = self._save(progress, chunk) if chunk is not None else ()
             if pieces is not None:
                 progress.saved_prompt_tokens = num_prompt_tokens
+                self._whole.append(progress)
                 yield from pieces
 
     def _save_whole(self, progress: Progress, grid: Grid, end_block: int) -> Iterable[Piece]:
@@ -376,36 +387,47 @@ class SavePlan:
             self._events.ordered(progress.request, chunk)
         return pieces
 
-    def _admit(self, progress: Progress, chunk: Chunk, pieces: Iterable[Piece]) -> bool:
+    def _admit(
+        self, progress: Progress, chunk: Chunk, pieces: Iterable[Piece], *, is_extra: bool = False
+    ) -> bool:
         """Reserve memory for `pieces` of `chunk`, which count as stored then; False: there is
-        none."""
+        none. `is_extra`: see `SaveBudget.admit`."""
         num_bytes = sum(self._facts.slab_bytes(each.layer_set, each.num_blocks) for each in pieces)
         num_objects = len(self._facts.names_of(chunk, self._facts.tp_size))
         rest_bytes = self._rest_bytes(progress, chunk)
-        is_admitted = self._budget.admit(chunk.key, num_bytes, num_objects, progress, rest_bytes)
+        is_admitted = self._budget.admit(
+            chunk.key, num_bytes, num_objects, progress, rest_bytes, is_extra=is_extra
+        )
         if is_admitted:
             self._stored.add(chunk.key)
         return is_admitted
 
     def _rest_bytes(self, progress: Progress, chunk: Chunk) -> int:
-        """Return how much memory the chunks of the prompt after `chunk` need at most."""
-        grid, chunk_bytes = self._facts.grid, self._facts.chunk_bytes
-        end_tokens = min(progress.request.num_prompt_tokens - 1, progress.limit.end_tokens)
+        """Return how much memory the chunks of the prompt after `chunk`, and the states at its end,
+        need at most."""
+        grid, chunk_bytes, request = self._facts.grid, self._facts.chunk_bytes, progress.request
+        end_tokens = request.num_prompt_tokens - 1
+        if not grid.has_tail(request):
+            end_tokens = request.num_prompt_tokens // grid.block_tokens * grid.block_tokens
+        end_tokens = min(end_tokens, progress.limit.end_tokens)
         num_tokens = max(0, end_tokens - chunk.end_tokens)
         num_whole, num_blocks = divmod(-(-num_tokens // grid.block_tokens), grid.chunk_blocks)
         num_bytes = num_whole * chunk_bytes(grid.chunk_blocks)
         if num_blocks:  # the rest of the full blocks, and the tail
             num_bytes += chunk_bytes(num_blocks) + chunk_bytes(1)
-        if not chunk.is_state and num_tokens:
-            num_bytes += self._facts.state_bytes
+        if grid.has_states:
+            # A chunk is saved before the state at its end.
+            first = chunk.end_tokens + chunk.is_state
+            ends = [end for end in _prompt_ends(progress, grid) if first <= end <= end_tokens]
+            num_bytes += len(ends) * self._facts.state_bytes
         return num_bytes
 
 
-def _prompt_ends(progress: Progress, grid: Grid) -> tuple[int, int]:
+def _prompt_ends(progress: Progress, grid: Grid) -> set[int]:
     """Return after how many tokens of the prompt a state is stored in any case: the most that the
     same prompt can load, and the most that one that continues it can load."""
     num_tokens, size = progress.request.num_prompt_tokens, grid.block_tokens
-    return (num_tokens - 1) // size * size, num_tokens // size * size
+    return {(num_tokens - 1) // size * size, num_tokens // size * size}
 
 
 def _due_tokens(progress: Progress, grid: Grid) -> int:

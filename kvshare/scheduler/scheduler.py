@@ -316,6 +316,7 @@ class KVScheduler:
         ]
         leaving = self._saves.take_leaving(_overwritten(output, recurrent))
         saves = tuple(self._plan_saves(output))
+        self._saves.end_step()
         return Orders(self._facts.namespace, loads, abandoned, saves, leaving, is_idle=is_idle)
 
     def reported(self, output: KVConnectorOutput) -> None:
@@ -498,12 +499,34 @@ def _log_start(
     log_sharing("KV blocks", config, facts.namespace, saves=facts.saves, loads=facts.loads)
     if facts.saves or facts.loads:
         log_host_cache(engine.host)
+        _log_sizes(facts)
     if facts.saves:
         log_limit(
             config.buffer_bytes,
             facts.chunk_bytes(facts.grid.chunk_blocks),
             facts.grid.chunk_tokens,
             most_step_tokens,
+        )
+
+
+def _log_sizes(facts: KVFacts) -> None:
+    """Log what a token, and a state of recurrent layers, weigh in the store."""
+    attention = [each for each in facts.layer_sets if not each.is_recurrent]
+    token_bytes = facts.chunk_bytes(facts.grid.chunk_blocks) // facts.grid.chunk_tokens
+    logger.info(
+        "KV of a token: %d bytes in each rank; a chunk: %d tokens, %d objects in each rank",
+        token_bytes,
+        facts.grid.chunk_tokens,
+        len(attention),
+    )
+    if facts.grid.has_states:
+        logger.info(
+            "hybrid model: a hit ends with a state of its recurrent layers, %d bytes and %d "
+            "objects in each rank, stored at the end of each prompt and every %d tokens or more; "
+            "engines of other tensor-parallel sizes do not share it",
+            facts.state_bytes,
+            len(facts.layer_sets) - len(attention),
+            facts.state_tokens,
         )
 
 

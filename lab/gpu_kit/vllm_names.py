@@ -34,7 +34,7 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
     "vllm.distributed.kv_transfer.kv_connector.v1.metrics": {"KVConnectorStats": _Stats},
     "vllm.v1.core.kv_cache_utils": _classes("generate_block_hash_extra_keys", "hash_block_tokens"),
     "vllm.v1.kv_cache_interface": {
-        **_classes(*(f"{name}Spec" for name in (*_SPECS, "SlidingWindow"))),
+        **_classes(*(f"{name}Spec" for name in (*_SPECS, "SlidingWindow", "Mamba"))),
         **_classes("UniformTypeKVCacheSpecs"),
         "KVQuantMode": type("KVQuantMode", (), {"NONE": 0, "FP8_PER_TENSOR": 1}),
     },

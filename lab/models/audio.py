@@ -1,20 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen2-Audio: sound, 25 tokens a second."""
+"""Models that hear: Qwen2-Audio and Audio Flamingo 3, 25 tokens a second."""
 
 from pathlib import Path
 
 from transformers import (
+    AudioFlamingo3Config,
+    AudioFlamingo3ForConditionalGeneration,
+    AudioFlamingo3Processor,
     Qwen2AudioConfig,
     Qwen2AudioForConditionalGeneration,
     Qwen2AudioProcessor,
     WhisperFeatureExtractor,
 )
 
-from lab.models.building import chat_template, finish, text_config, train_tokenizer
+from lab.models.building import (
+    MEL_BINS,
+    audio_config,
+    chat_template,
+    finish,
+    text_config,
+    train_tokenizer,
+)
 
 MEDIA_TOKENS = ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>")
 CHAT_TEMPLATE = chat_template({"audio": "".join(MEDIA_TOKENS)})
-MEL_BINS = 32
+SOUND_TOKEN = "<sound>"
+PUBLISHED_NAMES = {"language_model.model.model.": "language_model.model."}
 
 
 def make_qwen2_audio(path: str | Path, seed: int = 0) -> Path:
@@ -23,15 +34,8 @@ def make_qwen2_audio(path: str | Path, seed: int = 0) -> Path:
     As in the real model, all audio is padded to 30 s before it is encoded.
     """
     tokenizer = train_tokenizer(MEDIA_TOKENS, CHAT_TEMPLATE)
-    audio = {
-        "num_mel_bins": MEL_BINS,
-        "d_model": 64,
-        "encoder_layers": 2,
-        "encoder_attention_heads": 2,
-        "encoder_ffn_dim": 128,
-    }
     config = Qwen2AudioConfig(
-        audio_config=audio,
+        audio_config=audio_config(),
         text_config=text_config(tokenizer, model_type="qwen2"),
         audio_token_index=tokenizer.convert_tokens_to_ids("<|AUDIO|>"),
         dtype="float32",
@@ -41,6 +45,29 @@ def make_qwen2_audio(path: str | Path, seed: int = 0) -> Path:
         tokenizer=tokenizer,
         chat_template=CHAT_TEMPLATE,
     )
-    model = Qwen2AudioForConditionalGeneration(config)
-    names = {"language_model.model.model.": "language_model.model."}
-    return finish(path, model, processor, seed, names)
+    return finish(
+        path, Qwen2AudioForConditionalGeneration(config), processor, seed, PUBLISHED_NAMES
+    )
+
+
+def make_audio_flamingo3(path: str | Path, seed: int = 0) -> Path:
+    """Write an Audio Flamingo 3 checkpoint of about 4 MB to `path` and return it.
+
+    Audio is cut into windows of 30 s.
+    """
+    template = chat_template({"audio": SOUND_TOKEN})
+    tokenizer = train_tokenizer([SOUND_TOKEN], template)
+    config = AudioFlamingo3Config(
+        audio_config=audio_config(),
+        text_config=text_config(tokenizer, model_type="qwen2"),
+        audio_token_id=tokenizer.convert_tokens_to_ids(SOUND_TOKEN),
+        dtype="float32",
+    )
+    processor = AudioFlamingo3Processor(
+        feature_extractor=WhisperFeatureExtractor(feature_size=MEL_BINS),
+        tokenizer=tokenizer,
+        chat_template=template,
+    )
+    return finish(
+        path, AudioFlamingo3ForConditionalGeneration(config), processor, seed, PUBLISHED_NAMES
+    )

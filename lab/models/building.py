@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from torch import nn
 from transformers import (
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     ProcessorMixin,
@@ -25,7 +26,11 @@ MAX_POSITIONS = 8192
 # over a picture's tokens, and so the answer, is the same for every picture.
 ATTENTION_GAIN = 2.0
 BIAS_STD = 0.08
+# Where the layer that gives the logits has the weights of the embeddings: a wider embedding is most
+# like itself, whatever the layers between add, and an answer repeats one token.
+TIED_EMBEDDING_STD = 0.1
 MAX_LEARNED_TOKENS = 1024
+MEL_BINS = 32
 BLANK = "\u0120"  # the blank in byte-level vocabularies
 
 END_OF_TEXT = "<|endoftext|>"
@@ -65,8 +70,14 @@ def chat_template(placeholders: Mapping[str, str]) -> str:
     )
 
 
-def train_tokenizer(media_tokens: Sequence[str], template: str) -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE tokenizer: it encodes every text, and always in the same way."""
+def train_tokenizer(
+    media_tokens: Sequence[str], template: str, named: Mapping[str, str] | None = None
+) -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE tokenizer: it encodes every text, and always in the same way.
+
+    `named`: those of `media_tokens` that a processor looks up as attributes of the tokenizer, such
+    as `image_token`.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -85,6 +96,7 @@ def train_tokenizer(media_tokens: Sequence[str], template: str) -> PreTrainedTok
         pad_token=END_OF_TEXT,
         model_max_length=MAX_POSITIONS,
         clean_up_tokenization_spaces=False,
+        extra_special_tokens=dict(named or {}),
     )
 
 
@@ -109,17 +121,42 @@ def text_config(tokenizer: PreTrainedTokenizerFast, **more: Any) -> dict[str, An
     }
 
 
-def finish(
+def vision_config(**more: Any) -> dict[str, Any]:
+    """Return the config of a vision transformer with 2 layers."""
+    return {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        **more,
+    }
+
+
+def audio_config(**more: Any) -> dict[str, Any]:
+    """Return the config of a speech encoder like Whisper's, with 2 layers."""
+    return {
+        "num_mel_bins": MEL_BINS,
+        "d_model": 64,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 128,
+        **more,
+    }
+
+
+def finish(  # noqa: PLR0913 — all that can differ between two checkpoints
     path: str | Path,
     model: PreTrainedModel,
     processor: ProcessorMixin | PreTrainedTokenizerFast,
     seed: int,
     published_names: Mapping[str, str] | None = None,
+    config: PreTrainedConfig | None = None,
 ) -> Path:
     """Draw the weights of `model` and write everything to `path`, which must not exist.
 
     `published_names`: prefixes of weight names, from those that transformers writes to those that
     published checkpoints have and vLLM reads. `processor`: for a text-only model, its tokenizer.
+    `config`: that of the checkpoint, if `model` is only a part of it.
 
     Raises:
         FileExistsError: `path` exists.
@@ -135,6 +172,8 @@ def finish(
         model.save_pretrained(built)
         if published_names:
             _rename(built / SAFE_WEIGHTS_NAME, published_names)
+        if config is not None:
+            config.save_pretrained(built)
         processor.save_pretrained(built)
         GenerationConfig(do_sample=False, **ends).save_pretrained(built)
     return Path(path)
@@ -148,20 +187,25 @@ def draw_weights(model: PreTrainedModel, seed: int) -> None:
     do not drown a token.
     """
     stream = torch.Generator().manual_seed(seed)
+    embeddings = model.get_input_embeddings()
+    is_tied = model.get_output_embeddings().weight is embeddings.weight
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "q_norm" in name or "k_norm" in name:
                 parameter.fill_(ATTENTION_GAIN)
-            if "norm" in name or "ln_q" in name:
+            if "norm" in name or "ln_" in name:
                 continue
             if parameter.dim() == 1:
                 std = BIAS_STD
             elif "embed_tokens" in name:
                 # Some models scale their embeddings.
-                std = 1.0 / getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0)
+                std = TIED_EMBEDDING_STD if is_tied else 1.0
+                std /= getattr(embeddings, "scalar_embed_scale", 1.0)
             else:
                 inputs = parameter[0].numel()
-                std = (ATTENTION_GAIN if "attn" in name else 1.0) / math.sqrt(inputs)
+                std = (
+                    ATTENTION_GAIN if "attn" in name or "attention" in name else 1.0
+                ) / math.sqrt(inputs)
             parameter.normal_(0.0, std, generator=stream)
 
 
@@ -191,7 +235,7 @@ def _rename(file: Path, published_names: Mapping[str, str]) -> None:
     renamed = {}
     for name, tensor in load_file(file).items():
         prefix = next((prefix for prefix in published_names if name.startswith(prefix)), "")
-        renamed[published_names.get(prefix, "") + name.removeprefix(prefix)] = tensor
+        renamed[published_names.get(prefix, prefix) + name.removeprefix(prefix)] = tensor
     save_file(renamed, file, metadata={"format": "pt"})
 
 

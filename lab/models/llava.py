@@ -1,41 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLaVA: one size for all pictures; vLLM cannot expand its placeholders without the pixels."""
+"""LLaVA and its heirs; vLLM cannot expand their placeholders without the pixels."""
 
 from pathlib import Path
+from typing import Any
 
 from transformers import (
     CLIPImageProcessor,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
+    LlavaNextImageProcessor,
+    LlavaNextProcessor,
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
+    LlavaOnevisionImageProcessor,
+    LlavaOnevisionProcessor,
+    LlavaOnevisionVideoProcessor,
     LlavaProcessor,
 )
 
-from lab.models.building import chat_template, finish, text_config, train_tokenizer
+from lab.models.building import chat_template, finish, text_config, train_tokenizer, vision_config
 
 IMAGE_TOKEN = "<image>"
 CHAT_TEMPLATE = chat_template({"image": IMAGE_TOKEN})
 PICTURE_SIDE = 112
 PATCH_SIDE = 14
+TOKENS_PER_TILE = (PICTURE_SIDE // PATCH_SIDE) ** 2
+PINPOINTS = [[PICTURE_SIDE, 2 * PICTURE_SIDE], [2 * PICTURE_SIDE, PICTURE_SIDE]]
+VIDEO_TOKEN = "<video>"
+PUBLISHED_NAMES = {"vision_tower.": "vision_tower.vision_model."}
 
 
 def make_llava(path: str | Path, seed: int = 0) -> Path:
-    """Write a LLaVA checkpoint, CLIP and Llama, of about 4 MB to `path` and return it."""
+    """Write a LLaVA checkpoint, CLIP and Llama, of about 4 MB to `path` and return it.
+
+    All pictures are brought to one size.
+    """
     tokenizer = train_tokenizer([IMAGE_TOKEN], CHAT_TEMPLATE)
-    vision = {
-        "model_type": "clip_vision_model",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "projection_dim": 64,
-        "image_size": PICTURE_SIDE,
-        "patch_size": PATCH_SIDE,
-    }
+    vision = _clip()
     config = LlavaConfig(
         text_config=text_config(tokenizer, model_type="llama"),
         vision_config=vision,
         image_token_index=tokenizer.convert_tokens_to_ids(IMAGE_TOKEN),
-        image_seq_length=(PICTURE_SIDE // PATCH_SIDE) ** 2,
+        image_seq_length=TOKENS_PER_TILE,
         dtype="float32",
     )
     processor = LlavaProcessor(
@@ -49,5 +57,76 @@ def make_llava(path: str | Path, seed: int = 0) -> Path:
         chat_template=CHAT_TEMPLATE,
         num_additional_image_tokens=1,  # CLIP's class token, which "default" leaves out again
     )
-    model = LlavaForConditionalGeneration(config)
-    return finish(path, model, processor, seed, {"vision_tower.": "vision_tower.vision_model."})
+    return finish(path, LlavaForConditionalGeneration(config), processor, seed, PUBLISHED_NAMES)
+
+
+def make_llava_next(path: str | Path, seed: int = 0) -> Path:
+    """Write a LLaVA-NeXT checkpoint of about 4 MB to `path` and return it.
+
+    A picture is cut into tiles, and shown whole as one more.
+    """
+    tokenizer = train_tokenizer([IMAGE_TOKEN], CHAT_TEMPLATE)
+    config = LlavaNextConfig(
+        text_config=text_config(tokenizer, model_type="llama"),
+        vision_config=_clip(),
+        image_token_index=tokenizer.convert_tokens_to_ids(IMAGE_TOKEN),
+        image_grid_pinpoints=PINPOINTS,
+        image_seq_length=TOKENS_PER_TILE,
+        dtype="float32",
+    )
+    processor = LlavaNextProcessor(
+        image_processor=LlavaNextImageProcessor(
+            size={"shortest_edge": PICTURE_SIDE},
+            crop_size={"height": PICTURE_SIDE, "width": PICTURE_SIDE},
+            image_grid_pinpoints=PINPOINTS,
+        ),
+        tokenizer=tokenizer,
+        patch_size=PATCH_SIDE,
+        vision_feature_select_strategy="default",
+        chat_template=CHAT_TEMPLATE,
+        num_additional_image_tokens=1,
+    )
+    return finish(path, LlavaNextForConditionalGeneration(config), processor, seed, PUBLISHED_NAMES)
+
+
+def make_llava_onevision(path: str | Path, seed: int = 0) -> Path:
+    """Write a LLaVA-OneVision checkpoint, SigLIP and Qwen2, of about 4 MB to `path` and return it.
+
+    Tiles as in LLaVA-NeXT; videos, whose frames are pooled.
+    """
+    template = chat_template({"image": IMAGE_TOKEN, "video": VIDEO_TOKEN})
+    tokenizer = train_tokenizer([IMAGE_TOKEN, VIDEO_TOKEN], template)
+    config = LlavaOnevisionConfig(
+        text_config=text_config(tokenizer, model_type="qwen2"),
+        vision_config=vision_config(
+            model_type="siglip_vision_model",
+            image_size=PICTURE_SIDE,
+            patch_size=PATCH_SIDE,
+            vision_use_head=False,
+        ),
+        image_token_index=tokenizer.convert_tokens_to_ids(IMAGE_TOKEN),
+        video_token_index=tokenizer.convert_tokens_to_ids(VIDEO_TOKEN),
+        image_grid_pinpoints=PINPOINTS,
+        dtype="float32",
+    )
+    size = {"height": PICTURE_SIDE, "width": PICTURE_SIDE}
+    processor = LlavaOnevisionProcessor(
+        image_processor=LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=PINPOINTS),
+        tokenizer=tokenizer,
+        video_processor=LlavaOnevisionVideoProcessor(size=size),
+        num_image_tokens=TOKENS_PER_TILE,
+        vision_feature_select_strategy="full",
+        chat_template=template,
+    )
+    model = LlavaOnevisionForConditionalGeneration(config)
+    return finish(path, model, processor, seed, PUBLISHED_NAMES)
+
+
+def _clip() -> dict[str, Any]:
+    return vision_config(
+        model_type="clip_vision_model",
+        num_hidden_layers=3,
+        projection_dim=64,
+        image_size=PICTURE_SIDE,
+        patch_size=PATCH_SIDE,
+    )

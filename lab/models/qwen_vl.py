@@ -9,8 +9,13 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     Qwen2VLImageProcessor,
+    Qwen2VLProcessor,
     Qwen2VLVideoProcessor,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLProcessor,
@@ -33,20 +38,33 @@ CHAT_TEMPLATE = chat_template(
     }
 )
 MAX_TOKENS_PER_ITEM = 1024
+# A head of 32 has 16 rotary frequencies: 4 for time, 6 each for height and width.
+ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]}
+INTERLEAVED_ROPE = ROPE | {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
+
+
+def make_qwen2_vl(path: str | Path, seed: int = 0) -> Path:
+    """Write a Qwen2-VL checkpoint of about 4 MB to `path` and return it."""
+    tokenizer = train_tokenizer(MEDIA_TOKENS, CHAT_TEMPLATE)
+    text = text_config(tokenizer, rope_parameters=ROPE)
+    vision = {"depth": 2, "embed_dim": 64, "num_heads": 2, "hidden_size": text["hidden_size"]}
+    config = Qwen2VLConfig(
+        text_config=text, vision_config=vision, dtype="float32", **_token_ids(tokenizer)
+    )
+    shown = pixels(28)
+    processor = Qwen2VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**shown),
+        tokenizer=tokenizer,
+        video_processor=Qwen2VLVideoProcessor(**shown),
+        chat_template=CHAT_TEMPLATE,
+    )
+    return finish(path, Qwen2VLForConditionalGeneration(config), processor, seed)
 
 
 def make_qwen25_vl(path: str | Path, seed: int = 0) -> Path:
     """Write a Qwen2.5-VL checkpoint of about 4 MB to `path` and return it."""
     tokenizer = train_tokenizer(MEDIA_TOKENS, CHAT_TEMPLATE)
-    text = text_config(
-        tokenizer,
-        # A head of 32 has 16 rotary frequencies: 4 for time, 6 each for height and width.
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 10_000.0,
-            "mrope_section": [4, 6, 6],
-        },
-    )
+    text = text_config(tokenizer, rope_parameters=ROPE)
     vision = {
         "depth": 2,
         "hidden_size": 64,
@@ -58,11 +76,11 @@ def make_qwen25_vl(path: str | Path, seed: int = 0) -> Path:
     config = Qwen2_5_VLConfig(
         text_config=text, vision_config=vision, dtype="float32", **_token_ids(tokenizer)
     )
-    pixels = _pixels(28)
+    shown = pixels(28)
     processor = Qwen2_5_VLProcessor(
-        image_processor=Qwen2VLImageProcessor(**pixels),
+        image_processor=Qwen2VLImageProcessor(**shown),
         tokenizer=tokenizer,
-        video_processor=Qwen2VLVideoProcessor(**pixels),
+        video_processor=Qwen2VLVideoProcessor(**shown),
         chat_template=CHAT_TEMPLATE,
     )
     return finish(path, Qwen2_5_VLForConditionalGeneration(config), processor, seed)
@@ -75,17 +93,7 @@ def make_qwen3_vl(path: str | Path, seed: int = 0) -> Path:
     as the language model.
     """
     tokenizer = train_tokenizer(MEDIA_TOKENS, CHAT_TEMPLATE)
-    text = text_config(
-        tokenizer,
-        head_dim=32,
-        # As above, with interleaved axes.
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 10_000.0,
-            "mrope_section": [6, 5, 5],
-            "mrope_interleaved": True,
-        },
-    )
+    text = text_config(tokenizer, head_dim=32, rope_parameters=INTERLEAVED_ROPE)
     vision = {
         "depth": 3,
         "hidden_size": 64,
@@ -98,14 +106,56 @@ def make_qwen3_vl(path: str | Path, seed: int = 0) -> Path:
     config = Qwen3VLConfig(
         text_config=text, vision_config=vision, dtype="float32", **_token_ids(tokenizer)
     )
-    pixels = _pixels(32) | {"patch_size": 16}
+    shown = pixels(32) | {"patch_size": 16}
     processor = Qwen3VLProcessor(
-        image_processor=Qwen2VLImageProcessor(**pixels),
+        image_processor=Qwen2VLImageProcessor(**shown),
         tokenizer=tokenizer,
-        video_processor=Qwen3VLVideoProcessor(**pixels),
+        video_processor=Qwen3VLVideoProcessor(**shown),
         chat_template=CHAT_TEMPLATE,
     )
     return finish(path, Qwen3VLForConditionalGeneration(config), processor, seed)
+
+
+def make_qwen35_vl(path: str | Path, seed: int = 0) -> Path:
+    """Write a Qwen3.5 checkpoint of about 8 MB to `path` and return it.
+
+    Three of four layers are recurrent (Gated DeltaNet). vLLM's kernel for CPUs wants heads of 128
+    and bfloat16.
+    """
+    tokenizer = train_tokenizer(MEDIA_TOKENS, CHAT_TEMPLATE)
+    text = text_config(
+        tokenizer,
+        head_dim=64,
+        # A quarter of a head of 64 is rotated: 8 frequencies.
+        rope_parameters=INTERLEAVED_ROPE
+        | {"mrope_section": [4, 2, 2], "partial_rotary_factor": 0.25},
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+    )
+    vision = {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 2,
+        "out_hidden_size": text["hidden_size"],
+        "num_position_embeddings": 16 * 16,
+    }
+    config = Qwen3_5Config(
+        text_config=text, vision_config=vision, dtype="bfloat16", **_token_ids(tokenizer)
+    )
+    shown = pixels(32) | {"patch_size": 16}
+    processor = Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**shown),
+        tokenizer=tokenizer,
+        video_processor=Qwen3VLVideoProcessor(**shown),
+        chat_template=CHAT_TEMPLATE,
+    )
+    model = Qwen3_5ForConditionalGeneration(config).bfloat16()
+    return finish(path, model, processor, seed)
 
 
 def _token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
@@ -118,6 +168,6 @@ def _token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
     }
 
 
-def _pixels(side: int) -> dict[str, Any]:
+def pixels(side: int) -> dict[str, Any]:
     """Return the limits of a picture, in which a token covers `side` x `side` pixels."""
     return {"min_pixels": 4 * side * side, "max_pixels": MAX_TOKENS_PER_ITEM * side * side}

@@ -34,6 +34,7 @@ ENGINES = ("vllm", "vllm.entrypoints.openai.api_server")
 VLLM_OPTIONS = {
     "--allow-credentials",
     "--allowed-origins",
+    "--block-size",
     "--ec-transfer-config",
     "--enable-prompt-tokens-details",
     "--enable-tower-connector-lora",

@@ -4,6 +4,7 @@
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -229,9 +230,19 @@ def arguments(draw: DrawFn) -> str:
     return text
 
 
+def hides_under_no_secret_name(text: str) -> bool:
+    """Return whether damage to `text` has renamed an option with a secret, such as to `{oken`:
+    nobody can know then that it is one."""
+    names = re.findall(rf'"([^"]*)": "{SECRET}"', text)
+    return any(
+        not re.search("(?i)key|secret|token|passw|passphrase|credential", each) for each in names
+    )
+
+
 @fuzzed(200)
 @given(arguments())
 def test_doctor_argument_is_parsed_or_refused_without_secrets(text: str) -> None:
+    assume(not hides_under_no_secret_name(text))
     with refusing():
         subjects, strangers = read_argument(text)
         check_silent(*map(repr, subjects))

@@ -6,16 +6,23 @@ import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
+from ecshare.store.keys import Kind, object_key
+from kvshare.chunks.prefix import prompt_chunks
+from kvshare.scheduler.pieces import Pieces
 from lab.vllm_loop import RUNNERS, RunnerName
 from tests.kvshare.conftest import StartEngine, is_at_rest, sleep_and_wake
 from tests.kvshare.damage import flip_a_payload_bit
+from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.test_chunks import LONG, chunked, spoil
 from tests.kvshare.toy import (
     BLOCK,
+    FOR_DECODE,
+    GIVE_UP_S,
     ToyEngine,
     expected_answer,
     hybrid,
@@ -36,6 +43,7 @@ GROUPS: dict[str, tuple[KVCacheSpec, ...]] = {
 }
 each_kind = pytest.mark.parametrize("specs", GROUPS.values(), ids=GROUPS)
 ENDS = (len(LONG) - 1) // BLOCK * BLOCK  # the last boundary in LONG
+NEVER_S = 2 * GIVE_UP_S  # a test fails if D waits this long
 STATES = "-s"  # in the names of their objects
 
 
@@ -257,3 +265,99 @@ def ask(engine: ToyEngine, dice: random.Random, stem: list[int], turn: int) -> N
     answers = engine.run(*requests[:4]) + engine.run(*requests[4:])
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.tokens == expected_answer(prompt, num_tokens, engine.windows)
+
+
+# --- options of the store ---
+
+
+@each_kind
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_states_are_stored_unchanged_by_engines_that_compress(
+    start: StartEngine, specs: Sequence[KVCacheSpec], runner: RunnerName
+) -> None:
+    store = {**chunked(2), "compression": "zstd"}
+    engine = partial(start, specs=specs, runner=runner, store=store, num_blocks=160)
+    serve(engine(), LONG)
+    assert serve(engine(), LONG).computed_prompt_tokens == len(LONG) - ENDS
+
+
+@each_kind
+def test_states_larger_than_the_buffer_are_dropped_and_answers_are_right(
+    start: StartEngine, specs: Sequence[KVCacheSpec]
+) -> None:
+    engine = partial(start, specs=specs, store=chunked(1, buffer_bytes=1), num_blocks=160)
+    for turn in range(3):
+        serve(engine(), [*LONG, turn], name=f"r{turn}")
+
+
+# --- prefill and decode engines ---
+
+
+def pair(gated: StartEngine, specs: Sequence[KVCacheSpec], **store: Any) -> list[ToyEngine]:
+    """Return P, which computes a few blocks a step, and D."""
+    few = {"max_num_batched_tokens": 3 * BLOCK, "max_num_seqs": 3}
+    size = {"chunk_tokens": 2 * BLOCK, "wait_s": NEVER_S}
+    kinds: dict[str, dict[str, Any]] = {"kv_producer": few, "kv_consumer": {}}
+    return [
+        gated(role, engine={"specs": specs, "num_blocks": 160, **engine}, **(size | store))
+        for role, engine in kinds.items()
+    ]
+
+
+@each_kind
+@pytest.mark.parametrize("num_tokens", [2, BLOCK, BLOCK + 1, 4 * BLOCK, 4 * BLOCK + 1, len(LONG)])
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_d_computes_only_what_follows_the_last_state(
+    gated: StartEngine, specs: Sequence[KVCacheSpec], num_tokens: int, is_streamed: bool
+) -> None:
+    p, d = pair(gated, specs)
+    prompt = LONG[:num_tokens]
+    if is_streamed:
+        d.add(make_request("d", prompt, 3, kv_transfer_params={"kvshare": {"streamed": True}}))
+        d.step()
+    (told,) = p.run(make_request("p", prompt, 1, kv_transfer_params=FOR_DECODE))
+    if not is_streamed:
+        d.add(make_request("d", prompt, 3, kv_transfer_params=told.kv_transfer_params))
+    d.run_out()
+    assert d.answers["d"].tokens == expected_answer(prompt, 3, d.windows)
+    assert d.answers["d"].computed_prompt_tokens == num_tokens - end_of(prompt)
+    assert is_at_rest(d)
+    assert "blocks/failed" not in d.counts
+
+
+def states_of_end(engine: ToyEngine, prompt: Sequence[int]) -> list[str]:
+    """Return the part after the namespace of the keys of the state at the end of `prompt`."""
+    facts = engine.connector.scheduler._facts
+    *_, last = prompt_chunks(make_request("x", prompt), facts.grid, facts.hash_function)
+    name = bytes(facts.grid.state_of(last).key)
+    keys = (object_key(Kind.KV, facts.namespace, name, part) for part in facts.state_names)
+    return [key.rpartition("/")[2] for key in keys]
+
+
+@each_kind
+def test_d_does_not_wait_for_a_state_that_the_store_refused(
+    gated: StartEngine, specs: Sequence[KVCacheSpec]
+) -> None:
+    p, d = pair(gated, specs)
+    GatedFileSystem.broken.add(f"move {states_of_end(p, LONG)[-1]}")
+    check_d_gives_up(p, d)
+
+
+@each_kind
+def test_d_does_not_wait_for_a_state_that_p_did_not_save(
+    gated: StartEngine, specs: Sequence[KVCacheSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = pair(gated, specs)
+    monkeypatch.setattr(Pieces, "saved_state", lambda *_: [])
+    check_d_gives_up(p, d)
+
+
+def check_d_gives_up(p: ToyEngine, d: ToyEngine) -> None:
+    d.add(make_request("d", LONG, 3, kv_transfer_params={"kvshare": {"streamed": True}}))
+    d.step()
+    p.run(make_request("p", LONG, 1, kv_transfer_params=FOR_DECODE))
+    d.run_out()
+    assert d.answers["d"].tokens == expected_answer(LONG, 3, d.windows)
+    assert d.counts["misses/given_up"] > 0
+    assert "misses/late" not in d.counts
+    assert is_at_rest(d)

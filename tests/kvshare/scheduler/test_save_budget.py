@@ -246,7 +246,7 @@ def test_saves_cancelled_by_a_reset_free_their_memory(gated: StartEngine) -> Non
 
 # --- the budget alone ---
 
-A, B, C = (ChunkKey(name * 32) for name in (b"a", b"b", b"c"))
+A, B, C, D = (ChunkKey(name * 32) for name in (b"a", b"b", b"c", b"d"))
 
 
 class Clock:
@@ -297,6 +297,23 @@ def test_memory_for_the_rest_of_a_prompt_is_reserved() -> None:
     room.ended({A: 1, C: 1})
     assert room.admit(B, 5, 1, b, rest_bytes=3)
     assert room.admit(A, 2, 1, a)
+
+
+def test_extra_save_takes_only_memory_that_is_not_reserved() -> None:
+    room = budget(10)
+    a, b = "first", "second"
+    assert room.admit(A, 2, 1, a, rest_bytes=4)
+    assert not room.admit(C, 5, 1, a, is_extra=True)
+    assert room.admit(C, 2, 1, a, is_extra=True)
+    assert room.admit(B, 2, 1, b), "the refused one does not wait for memory"
+    assert room.admit(D, 4, 1, a)
+
+
+def test_extra_save_before_the_first_one_of_a_prompt_reserves_nothing() -> None:
+    room = budget(10)
+    assert room.admit(A, 1, 1, "first", is_extra=True)
+    assert room.admit(B, 2, 1, "first", rest_bytes=6)
+    assert not room.admit(C, 2, 1, "second")
 
 
 def test_released_reservation_is_free_again() -> None:

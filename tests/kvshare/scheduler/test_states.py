@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler half of a model with recurrent layers: which states it stores, finds and loads."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from vllm.v1.core.sched.output import (
@@ -13,11 +16,18 @@ from vllm.v1.core.sched.output import (
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from ecshare.store.keys import Key, Kind, gap_key, object_key
+from ecshare.transfer.jobs import Tier
 from kvshare.chunks.layers import AttentionWindow, LayerSet
 from kvshare.chunks.prefix import Chunk, Grid, Prefix
+from kvshare.chunks.slabs import slab_sizes
 from kvshare.messages import Piece, Report
+from kvshare.scheduler import lookups
+from kvshare.scheduler.search import KEYS_A_ROUND, StoredPrefix
+from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.scheduler.test_scheduler import (
     FULL,
+    NAMESPACE,
     Bench,
     StartBench,
     bench,
@@ -35,6 +45,7 @@ SETS = (FULL, STATES)
 PART, STATE_PART = "t0of1", "t0of1-s1"
 PROMPT = list(range(5 * BLOCK + 2))
 OTHER = range(1000, 1000 + 3 * BLOCK)
+SLAB = slab_sizes([1])(0, 1)
 
 
 def grid(chunk_blocks: int = 1) -> Grid:
@@ -147,6 +158,40 @@ def test_one_state_is_found_among_hundreds_of_chunks(bench: StartBench) -> None:
     assert here.ask(make_request("r", prompt)) == 7 * BLOCK
 
 
+@pytest.mark.parametrize("num_objects", [1, 5, 40])
+@pytest.mark.parametrize("ends", [(200,), (190,), (7,), ()])
+def test_state_of_many_objects_is_found_in_few_rounds(
+    bench: StartBench, ends: tuple[int, ...], num_objects: int
+) -> None:
+    """Of a state at the end of block 150, and of the last one, an object is missing."""
+    sets = (FULL, *(replace(STATES, number=1 + n) for n in range(num_objects)))
+    facts = bench(layer_sets=sets).half._facts
+    prefix = Prefix.of(make_request("r", range(200 * BLOCK + 1)), grid())
+    chunks = list(prefix.chunks(0, lambda _: b""))
+    stored = {key for chunk in chunks for key in lookups._keys(facts, chunk, 1)}
+    for block in (*ends, *((150, 200) if num_objects > 1 else ())):
+        keys = lookups._keys(facts, grid().state_of(chunks[block - 1]), 1)
+        stored.update(keys if block in ends else keys[:-1])
+    query = lookups._Query(facts, prefix, 0, (1,))()
+    found, rounds = answer(query, stored)
+    if num_objects <= KEYS_A_ROUND:  # otherwise the load notices it
+        assert [chunk.end_tokens for chunk in found[-1:]] == [n * BLOCK for n in ends]
+    assert rounds <= 2 + -(-200 // KEYS_A_ROUND) + 2
+
+
+def answer(
+    query: Generator[Sequence[Key], Any, StoredPrefix], stored: set[Key]
+) -> tuple[tuple[Chunk, ...], int]:
+    """Answer a query by what is stored; return what it finds, and the number of rounds."""
+    asked, rounds = next(query), 1
+    while True:
+        where = [Tier.STORE if key in stored else None for key in asked]
+        try:
+            asked, rounds = query.send(where), rounds + 1
+        except StopIteration as end:
+            return end.value.chunks, rounds
+
+
 def test_whole_hit_in_the_host_cache_is_found_at_once(bench: StartBench) -> None:
     here = bench(layer_sets=SETS)
     here.engine.host.is_in_memory = True
@@ -181,8 +226,18 @@ def test_load_without_a_block_for_the_state_is_not_ordered(bench: StartBench) ->
     here = bench(layer_sets=SETS)
     store(here, PROMPT, 4)
     request = make_request("r", PROMPT)
-    with pytest.raises(ValueError, match="no block for the state"):
+    with pytest.raises(ValueError, match="no place for the state"):
         here.half.allocated(request, [[50, 51, 52, 53], [0] * 4, [0] * 4], here.ask(request))
+
+
+def test_state_is_not_loaded_if_vllm_goes_on_elsewhere(bench: StartBench) -> None:
+    """Computed on from another token, with this state, all tokens would be wrong."""
+    here = bench(layer_sets=SETS)
+    store(here, PROMPT, 4)
+    request = make_request("r", PROMPT)
+    tables = [[50, 51, 52, 53], [0, 0, 0, 60], [0, 0, 0, 70]]
+    with pytest.raises(ValueError, match="no place for the state"):
+        here.half.allocated(request, tables, here.ask(request) - 1)
 
 
 def test_announced_prompt_waits_for_its_state(bench: StartBench) -> None:
@@ -313,3 +368,87 @@ def test_blocks_to_which_running_states_are_copied_are_not_saved_afterwards(
     )
     (left,) = here.half.orders(output).leaving
     assert left.block_ids == ((20, 21),)
+
+
+@pytest.mark.parametrize(
+    ("ends", "computed", "expected"),
+    [
+        ((), 4, "chunk 4"),  # an abort: the last chunk is missing
+        ((2,), 4, "chunk 4"),  # chunks after the last state are stored: D has loaded them
+        ((), 5, "state 5"),  # D has loaded all chunks, and waits for the state
+        ((2,), 5, "state 5"),
+    ],
+)
+def test_note_is_left_for_what_the_next_engine_waits_for(
+    bench: StartBench, ends: tuple[int, ...], computed: int, expected: str
+) -> None:
+    here = bench(layer_sets=SETS)
+    request = make_request("r", PROMPT, kv_transfer_params={"do_remote_decode": True})
+    states = {n * BLOCK: [(1, 31), (2, 32)] for n in ends}
+    step(here, request, 0, computed * BLOCK, states)
+    here.half.finished(request)
+    here.engine.drain(20.0)
+    chunks = chunks_of(PROMPT)
+    named = {f"chunk {n}": chunk for n, chunk in enumerate(chunks)}
+    named |= {f"state {n}": grid().state_of(chunk) for n, chunk in enumerate(chunks, 1)}
+    notes = {
+        gap_key(object_key(Kind.KV, NAMESPACE, bytes(chunk.key))).rpartition("/")[2]: name
+        for name, chunk in named.items()
+    }
+    written = [path.rpartition("/")[2] for path in GatedFileSystem.store if path.endswith(".gap")]
+    assert [notes[path] for path in written] == [expected]
+
+
+def test_saves_under_way_that_a_look_up_misses_are_announced(bench: StartBench) -> None:
+    """Another request with the same beginning asks the store too early."""
+    here = bench(layer_sets=SETS)
+    request = make_request("r", PROMPT)
+    step(here, request, 0, 5 * BLOCK, {5 * BLOCK: [(1, 31), (2, 32)]})
+    step(here, request, 5 * BLOCK, len(PROMPT), {})
+    assert here.ask(make_request("other", [*PROMPT[: 2 * BLOCK], *OTHER])) == 0
+    assert here.half.finished(request) == {"kvshare": {"num_tokens": 5 * BLOCK, "size": 1}}
+
+
+# --- memory ---
+
+
+def end(here: Bench, pieces: Sequence[Piece]) -> None:
+    """Report that all saves of `pieces` have ended."""
+    report = Report(frozenset(), ended=Counter(piece.key for piece in pieces))
+    here.half.reported(KVConnectorOutput(kv_connector_worker_meta=report))
+
+
+@pytest.mark.parametrize("chunk_blocks", [1, 4])
+@pytest.mark.parametrize("offered", [True, False])
+@pytest.mark.parametrize("num_tokens", [5 * BLOCK + 2, 5 * BLOCK + 1, 5 * BLOCK, 4 * BLOCK])
+def test_computed_prompt_reserves_no_memory(
+    bench: StartBench, num_tokens: int, offered: bool, chunk_blocks: int
+) -> None:
+    """Its answer may take minutes. vLLM does not hand over each state."""
+    here = bench(layer_sets=SETS, chunk_blocks=chunk_blocks)
+    request = make_request("r", PROMPT[:num_tokens], 100)
+    last = (num_tokens - 1) // BLOCK * BLOCK
+    saved = step(here, request, 0, last, {last: [(1, 31), (2, 32)]} if offered else {})
+    saved += step(here, request, last, num_tokens, {})
+    end(here, saved)
+    assert here.half.reserved_bytes == 0
+
+
+def test_state_has_memory_that_other_prompts_cannot_take(bench: StartBench) -> None:
+    # Room for one prompt with its state, and for a chunk.
+    here = bench(layer_sets=SETS, options={"buffer_bytes": 7 * SLAB})
+    one, two = (make_request(name, prompt) for name, prompt in (("1", PROMPT), ("2", OTHER)))
+    step(here, one, 0, 4 * BLOCK, {})
+    assert not step(here, two, 0, 3 * BLOCK, {})
+    found = step(here, one, 4 * BLOCK, 5 * BLOCK, {5 * BLOCK: [(1, 31), (2, 32)]})
+    assert states_in(found) == [((31,), (32,))]
+
+
+def test_state_inside_a_prompt_leaves_the_memory_for_the_last_one_alone(bench: StartBench) -> None:
+    """A prompt without its last state is of no use to the next turn of its conversation."""
+    here = bench(layer_sets=SETS, options={"buffer_bytes": 6 * SLAB})
+    request = make_request("r", PROMPT)
+    states = {n: [(1, n), (2, n)] for n in (3 * BLOCK, 5 * BLOCK)}
+    assert not states_in(step(here, request, 0, 3 * BLOCK, {3 * BLOCK: states[3 * BLOCK]}))
+    found = step(here, request, 3 * BLOCK, 5 * BLOCK, {5 * BLOCK: states[5 * BLOCK]})
+    assert states_in(found) == [((5 * BLOCK,), (5 * BLOCK,))]
