@@ -107,9 +107,11 @@ def kv_facts(
     sets = layer_sets_of(vllm_config, kv_cache_config) if can_share else ()
     ranks = vllm_config.parallel_config.tensor_parallel_size
     tp_size, tp_sizes = own_tp_size(sets, ranks), readable_tp_sizes(sets, ranks)
+    # What earlier requests have left in the block of a tail can be erased only token by token.
+    tails = "never" if any(each.is_opaque for each in sets) else config.tails
     return KVFacts(
         namespace="",
-        grid=Grid(cache.block_size, chunk_blocks, tails=config.tails, has_states=has_states(sets)),
+        grid=Grid(cache.block_size, chunk_blocks, tails=tails, has_states=has_states(sets)),
         layer_sets=sets,
         tp_size=tp_size,
         shard_names={each: shard_names_of(sets, each) for each in tp_sizes},

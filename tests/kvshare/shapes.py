@@ -43,6 +43,11 @@ def mla(size: int = 24, dtype: torch.dtype = torch.bfloat16, **more: Any) -> MLA
     return MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=size, dtype=dtype, **more)
 
 
+def mla_fp8() -> MLAAttentionSpec:
+    """A latent vector in 8 bits, its scales, and its position in 16 bits, one after the other."""
+    return mla(dtype=torch.uint8, cache_dtype_str="fp8_ds_mla", state_content_bytes=28)
+
+
 def indexer() -> MLAAttentionSpec:
     """An indexer keeps bytes, and the scales of all tokens of a block after their numbers."""
     return mla(12, torch.uint8)
@@ -60,6 +65,13 @@ def named(**kinds: tuple[int, KVCacheSpec]) -> dict[str, KVCacheSpec]:
 GEMMA_4 = named(window=(5, window(8, 8)), full=(1, full(2, 16)))
 """Window layers have twice the KV of the others."""
 MIMO_V2 = named(window=(4, window(8, 12)), full=(2, full(4, 12)))
+DRAFT = named(target=(4, full(4)), draft=(1, full(8)))
+"""A draft model has another number of heads than its target."""
+MLA_DRAFT = named(target=(4, mla()), draft=(1, full(2)))
+SPARSE = named(index=(4, indexer()), latent=(4, mla()))
+"""Sparse attention registers an indexer before the layer that it serves."""
+SPARSE_FP8 = named(index=(4, indexer()), latent=(4, mla_fp8()))
+WINDOWS_AND_DRAFT = named(window=(3, window()), full=(2, full()), draft=(1, full(4)))
 
 
 def caches(

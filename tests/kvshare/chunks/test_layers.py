@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheTensor,
     KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
@@ -43,6 +44,7 @@ from kvshare.chunks.layers import (
     state_names_of,
 )
 from kvshare.chunks.prefix import Chunk, ChunkKey
+from tests.releases import needs_packed_layouts
 
 BLOCKS, HEADS, TOKENS = 5, 2, 16
 SHAPE: dict[str, Any] = {"block_size": TOKENS, "dtype": torch.float32, "head_size": 8}
@@ -107,6 +109,7 @@ def cache(*specs: Any) -> KVCacheConfig:
         (window(64),),
         (FULL, LOCAL),
         (MLA,),
+        (replace(MLA, cache_dtype_str="fp8_ds_mla", state_content_bytes=28),),
         (replace(FULL, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR),),
         (STATE, FULL, STATE),
         (STATE, MLA),
@@ -132,7 +135,7 @@ class Derived(FullAttentionSpec):
         (engine(distributed_executor_backend="external_launcher"), (FULL,), "external_launcher"),
         (engine(), (FULL, Derived(num_kv_heads=HEADS, **SHAPE)), "type Derived"),
         (engine(), (replace(FULL, kv_quant_mode=KVQuantMode.NVFP4),), "NVFP4"),
-        (engine(), (replace(MLA, cache_dtype_str="fp8_ds_mla"),), "fp8_ds_mla"),
+        (engine(), (replace(MLA, model_version="deepseek_v4"),), "deepseek_v4"),
         (engine(), (MLA, replace(MLA, head_size=16)), "several kinds of MLA"),
         (engine(), (replace(FULL, non_causal=True),), "later tokens"),
         (engine(), (replace(FULL, num_head_slots=2),), "something else than heads"),
@@ -237,17 +240,82 @@ def test_layers_of_different_shapes_form_separate_layer_sets() -> None:
     assert [name for name, _ in second.layers] == ["l.0", "l.2"]
 
 
-def test_group_with_several_shapes_is_refused() -> None:
+def test_group_with_shapes_that_vllm_does_not_tell_apart_is_refused() -> None:
     """Only workers can refuse it: vLLM gives the scheduler process the shape of one layer only."""
-    for other, why_not in ((FULL, None), (replace(FULL, head_size=16), "another shape")):
-        specs = UniformTypeKVCacheSpecs(
-            block_size=TOKENS, kv_cache_specs={"l.0": FULL, "l.1": other}
-        )
-        found = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["l.0", "l.1"], specs)])
+    same_bytes = FullAttentionSpec(num_kv_heads=2 * HEADS, **SHAPE | {"head_size": 4})
+    for other, why_not in ((FULL, None), (same_bytes, "another shape")):
+        found = one_group(FULL, other)
         seen = generate_scheduler_kv_cache_config([found])
         assert refusal(engine(), seen) is None
         said = refusal(engine(), found)
         assert said is None if why_not is None else why_not in (said or "")
+    found.kv_cache_tensors = []  # as in earlier releases
+    assert "another shape" in (refusal(engine(), found) or "")
+
+
+def one_group(*specs: Any) -> KVCacheConfig:
+    """Return a config with one group of two layers per spec, as vLLM lays it out."""
+    layers = {f"l.{2 * kind + n}": spec for kind, spec in enumerate(specs) for n in range(2)}
+    group = UniformTypeKVCacheSpecs(block_size=TOKENS, kv_cache_specs=layers)
+    tensors = [
+        KVCacheTensor(
+            size=1 << 20,
+            layers=[f"l.{2 * kind + n}" for n in range(2)],
+            layer_stride=spec.page_size_bytes * BLOCKS,
+            block_stride=spec.page_size_bytes,
+        )
+        for kind, spec in enumerate(specs)
+    ]
+    return KVCacheConfig(BLOCKS, tensors, [KVCacheGroupSpec(list(layers), group)])
+
+
+WITH_OWN_DRAFT = SimpleNamespace(draft_model_config=SimpleNamespace(use_mla=False))
+GQA_DRAFT = FullAttentionSpec(num_kv_heads=4, **SHAPE)
+INDEXER = MLAAttentionSpec(num_kv_heads=1, **SHAPE | {"head_size": 12, "dtype": torch.uint8})
+
+
+@needs_packed_layouts
+@pytest.mark.parametrize(
+    ("specs", "draft", "names", "sizes"),
+    [
+        ((FULL, GQA_DRAFT), WITH_OWN_DRAFT, ("t0of2", "t1of2", "t0of2-s1", "t1of2-s1"), (2,)),
+        # Every rank holds all of an MLA cache, and a part of the draft's heads.
+        ((MLA, GQA_DRAFT), WITH_OWN_DRAFT, ("t0of1", "t0of2-s1", "t1of2-s1"), (2,)),
+        ((INDEXER, MLA), None, ("t0of1", "t0of1-s1"), (1,)),
+        ((MLA, INDEXER), None, ("t0of1", "t0of1-s1"), (1,)),
+    ],
+    ids=["draft", "draft beside MLA", "indexer first", "indexer last"],
+)
+def test_shapes_of_one_group_are_layer_sets_that_both_halves_agree_on(
+    specs: tuple[Any, ...], draft: Any, names: tuple[str, ...], sizes: tuple[int, ...]
+) -> None:
+    found, config = one_group(*specs), engine()
+    config.speculative_config = draft
+    seen = generate_scheduler_kv_cache_config([found])
+    assert refusal(config, found) is None
+    assert refusal(config, seen) is None
+    own, theirs = (
+        layer_sets(each, 2, HEADS, has_own_draft=draft is not None) for each in (seen, found)
+    )
+    for each, worker in zip(own, theirs, strict=True):
+        assert (each.number, each.groups, each.layers) == (
+            worker.number,
+            worker.groups,
+            worker.layers,
+        )
+        assert each.shard_names(2) == worker.shard_names(2)
+        assert block_bytes(seen, each) == block_bytes(found, worker)
+        assert block_bytes(found, worker) == 2 * specs[each.number].page_size_bytes
+        assert worker.num_heads == specs[each.number].num_heads
+    assert shard_names_of(own, own_tp_size(own, 2)) == names
+    assert readable_tp_sizes(own, 2) == sizes
+    assert own[0].facts != own[1].facts
+
+
+@needs_packed_layouts
+def test_draft_without_mla_beside_mla_is_refused_if_no_option_says_that_it_is_a_draft() -> None:
+    """Each rank would be taken to hold all of it."""
+    assert "not a draft model's" in (refusal(engine(), one_group(MLA, GQA_DRAFT)) or "")
 
 
 @pytest.mark.parametrize(
