@@ -13,7 +13,7 @@ from ecshare.plugin.compat import option
 from ecshare.plugin.deployment import has_remote_workers
 from ecshare.store.config import GIB
 from kvshare.chunks.layers import block_bytes, layer_sets_of, refusal
-from kvshare.chunks.slabs import slab_sizes, steps_bytes
+from kvshare.chunks.slabs import chunk_bytes, slab_sizes, state_bytes, steps_bytes
 from kvshare.config import KVConfig
 
 if TYPE_CHECKING:
@@ -53,12 +53,11 @@ def with_default_buffer(
     sets = layer_sets_of(vllm_config, kv_cache_config)
     slab_bytes = slab_sizes([block_bytes(kv_cache_config, each) for each in sets])
     wanted = steps_bytes(
-        sum(slab_bytes(each.number, chunk_blocks) for each in sets if not each.is_recurrent),
+        chunk_bytes(sets, slab_bytes, chunk_blocks),
         chunk_blocks * vllm_config.cache_config.block_size,
         vllm_config.scheduler_config.max_num_batched_tokens,
     )
-    # Each prompt that ends in a step has a state.
-    wanted += 2 * sum(slab_bytes(each.number, 1) for each in sets if each.is_recurrent)
+    wanted += 2 * state_bytes(sets, slab_bytes)  # of one prompt that ends in each step
     affordable = memory_bytes() // _MOST_OF_MEMORY // num_local_ranks(vllm_config)
     num_bytes = max(config.buffer_bytes, min(wanted, _MOST_BYTES, affordable))
     return structs.replace(config, buffer_bytes=num_bytes)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real things for tests: a small model, an S3 server, engines. All end with the test run."""
 
+import importlib
 import os
 import re
 import shutil
@@ -50,6 +51,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if not any(others):
                 name = f"{kind.upper()}_TESTS"
                 raise pytest.UsageError(f"{item.nodeid}: not in {name}, so no gate runs it")
+
+
+def pytest_collection_finish() -> None:
+    """Have vLLM, if a test has imported it, start no process for each model that it inspects."""
+    if "vllm.model_executor.models.registry" in sys.modules:
+        importlib.import_module("lab.model_inspection")
 
 
 @pytest.fixture(scope="session")

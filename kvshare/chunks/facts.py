@@ -27,7 +27,7 @@ from kvshare.chunks.layers import (
     state_names_of,
 )
 from kvshare.chunks.prefix import Chunk, Grid, HashFunction
-from kvshare.chunks.slabs import SlabBytes, slab_sizes
+from kvshare.chunks.slabs import SlabBytes, chunk_bytes, slab_sizes, state_bytes
 from kvshare.compat import cpu_attention_kernel, device_name, layout_generation, repacks_blocks
 
 if TYPE_CHECKING:
@@ -74,20 +74,18 @@ class KVFacts:
 
     def chunk_bytes(self, num_blocks: int) -> int:
         """Return how much memory a rank needs at most to save a chunk of so many blocks."""
-        attention = (each for each in self.layer_sets if not each.is_recurrent)
-        return sum(self.slab_bytes(each.number, num_blocks) for each in attention)
+        return chunk_bytes(self.layer_sets, self.slab_bytes, num_blocks)
 
     @property
     def state_bytes(self) -> int:
         """How much memory a rank needs at most to save a state; 0: the model has none."""
-        recurrent = (each for each in self.layer_sets if each.is_recurrent)
-        return sum(self.slab_bytes(each.number, 1) for each in recurrent)
+        return state_bytes(self.layer_sets, self.slab_bytes)
 
     @property
     def state_tokens(self) -> int:
         """The number of tokens whose chunks are as many bytes as a state."""
-        chunk_bytes = self.chunk_bytes(self.grid.chunk_blocks)
-        return -(-self.state_bytes * self.grid.chunk_tokens // max(1, chunk_bytes))
+        whole_bytes = self.chunk_bytes(self.grid.chunk_blocks)
+        return -(-self.state_bytes * self.grid.chunk_tokens // max(1, whole_bytes))
 
 
 def kv_facts(

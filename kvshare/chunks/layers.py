@@ -126,7 +126,8 @@ class LayerSet:
     total_heads: int
     """KV heads of all ranks together."""
     state: str = ""
-    """For recurrent layers: what their state consists of. A rank's part counts as one head."""
+    """For recurrent layers: what their state consists of. Each rank's part of it counts as one
+    head, so `total_heads` is the number of different parts."""
     page_bytes: int = 0
     """If other layers of the group come first, with blocks of another size: that of these layers.
     Of their heads, a rank's part counts as one in `total_heads`."""

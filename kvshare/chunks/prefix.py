@@ -45,7 +45,7 @@ class Chunk:
     start_tokens: int
     num_tokens: int
     is_state: bool = False
-    """Whether it is the state of recurrent layers at the end of this block."""
+    """Whether it is a state of recurrent layers: that at the end of its one block."""
 
     @property
     def end_tokens(self) -> int:
@@ -76,6 +76,15 @@ class Grid:
     def chunk_tokens(self) -> int:
         """Tokens of a whole chunk."""
         return self.block_tokens * self.chunk_blocks
+
+    def num_loadable_blocks(self, num_tokens: int) -> int:
+        """Return how many full blocks a request of `num_tokens` can load.
+
+        It computes its last token in any case. With recurrent layers that is done on top of the
+        state before it, so a block that ends with the last token is of no use.
+        """
+        last = num_tokens - 1 if self.has_states else num_tokens
+        return last // self.block_tokens
 
     def run(self, hashes: Sequence[bytes], first_block: int, end_block: int) -> Chunk:
         """Return the chunk of the full blocks from `first_block` to before `end_block`."""
@@ -163,9 +172,7 @@ def tail_of(request: Request, grid: Grid) -> Tail | None:
 def stored_tokens(request: Request, grid: Grid) -> int:
     """Return how many tokens of the prompt an engine stores once it has computed all of them, and
     another one can load."""
-    if grid.has_states:
-        return (request.num_prompt_tokens - 1) // grid.block_tokens * grid.block_tokens
-    full_tokens = request.num_prompt_tokens // grid.block_tokens * grid.block_tokens
+    full_tokens = grid.num_loadable_blocks(request.num_prompt_tokens) * grid.block_tokens
     return min(
         request.num_prompt_tokens if grid.has_tail(request) else full_tokens,
         request.num_prompt_tokens - 1,
@@ -193,11 +200,8 @@ class Prefix:
         """
         is_prompt_alone = request.num_tokens == request.num_prompt_tokens
         tail = tail_of(request, grid) if is_prompt_alone else None
-        hashes = tuple(request.block_hashes)
-        if grid.has_states:
-            # The last token is computed in any case, on top of the state before it.
-            hashes = hashes[: (request.num_tokens - 1) // grid.block_tokens]
-        return cls(grid, hashes, tail)
+        num_blocks = grid.num_loadable_blocks(request.num_tokens)
+        return cls(grid, tuple(request.block_hashes[:num_blocks]), tail)
 
     @property
     def num_blocks(self) -> int:
@@ -259,7 +263,7 @@ def covered_tokens(request: Request, chunks: Sequence[Chunk]) -> int:
 
 def prompt_chunks(request: Request, grid: Grid, hash_function: HashFunction) -> tuple[Chunk, ...]:
     """Return all chunks of a prompt that another request can load, its tail included. O(chunks)."""
-    num_tokens = request.num_prompt_tokens - grid.has_states
-    hashes = tuple(request.block_hashes[: num_tokens // grid.block_tokens])
+    num_blocks = grid.num_loadable_blocks(request.num_prompt_tokens)
+    hashes = tuple(request.block_hashes[:num_blocks])
     prefix = Prefix(grid, hashes, tail_of(request, grid))
     return tuple(prefix.chunks(0, hash_function))

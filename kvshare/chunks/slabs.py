@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The host memory that is needed to save chunks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ecshare.store.format import PROLOGUE_BYTES
 from ecshare.transfer.device.staging import slab_bytes
+from kvshare.chunks.layers import LayerSet
 
 SlabBytes = Callable[[int, int], int]
 """(layer set number, number of blocks) -> the bytes of host memory that a rank needs to save them.
@@ -19,6 +20,16 @@ def slab_sizes(block_bytes: Sequence[int]) -> SlabBytes:
         return slab_bytes(PROLOGUE_BYTES + payload)
 
     return slab_bytes_of
+
+
+def chunk_bytes(sets: Iterable[LayerSet], slab_bytes: SlabBytes, num_blocks: int) -> int:
+    """Return how much memory a rank needs at most to save a chunk of so many blocks."""
+    return sum(slab_bytes(each.number, num_blocks) for each in sets if not each.is_recurrent)
+
+
+def state_bytes(sets: Iterable[LayerSet], slab_bytes: SlabBytes) -> int:
+    """Return how much memory a rank needs at most to save a state; 0: the model has none."""
+    return sum(slab_bytes(each.number, 1) for each in sets if each.is_recurrent)
 
 
 def steps_bytes(chunk_bytes: int, chunk_tokens: int, step_tokens: int) -> int:

@@ -215,11 +215,7 @@ class LoadOrCompute:
         return int(_ROUNDS_S / pace) if pace else 0
 
     def loaded(
-        self,
-        chunks: Sequence[Chunk],
-        tiers: Tiers,
-        start_tokens: int,
-        seconds: float,
+        self, chunks: Sequence[Chunk], tiers: Tiers, start_tokens: int, seconds: float
     ) -> None:
         """Record that these chunks were loaded, from `start_tokens` on, in `seconds`.
 

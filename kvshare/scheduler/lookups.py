@@ -333,15 +333,11 @@ class _Query:
             except StopIteration as end:
                 found: StoredPrefix = end.value
                 break
-            ends = [chunk for chunk in chunks if self._must_end_with_state(chunk)]
-            states = [self._prefix.grid.state_of(chunk) for chunk in ends]
-            tp_sizes |= yield from self._tp_sizes_of([*chunks, *states], self._tp_sizes, tiers)
-            useless = {
-                chunk.key
-                for chunk, state in zip(ends, states, strict=True)
-                if state.key not in tp_sizes
-            }
-            answers = [chunk.key in tp_sizes and chunk.key not in useless for chunk in chunks]
+            needed = [each for chunk in chunks for each in self._needed_with(chunk)]
+            tp_sizes |= yield from self._tp_sizes_of(needed, self._tp_sizes, tiers)
+            answers = [
+                all(each.key in tp_sizes for each in self._needed_with(chunk)) for chunk in chunks
+            ]
         unclear = infer_tp_sizes(found.chunks, tp_sizes)
         if unclear:
             tp_sizes |= yield from self._tp_sizes_of(unclear, self._tp_sizes[:-1], tiers)
@@ -355,10 +351,14 @@ class _Query:
         missing = tuple(key for key in found.missing if key not in tp_sizes)
         return replace(found, missing=missing, tiers=tiers)
 
-    def _must_end_with_state(self, chunk: Chunk) -> bool:
-        """Return whether `chunk` is of use only if the state at its end is stored too: no whole
-        chunk follows a partial one."""
-        return self._prefix.grid.has_states and chunk.num_tokens < self._prefix.grid.chunk_tokens
+    def _needed_with(self, chunk: Chunk) -> tuple[Chunk, ...]:
+        """Return `chunk`, and all that must be stored besides for it to be of use.
+
+        A partial chunk can only be the end of a hit, so it needs its state. A whole one may be
+        followed by others.
+        """
+        grid = self._prefix.grid
+        return grid.with_state([chunk]) if chunk.num_tokens < grid.chunk_tokens else (chunk,)
 
     def _up_to_last_state(
         self, found: StoredPrefix, tp_sizes: dict[ChunkKey, int], tiers: dict[ChunkKey, Tier]

@@ -159,7 +159,9 @@ class SavePlan:
         """
         grid = self._adapters.grid_of(progress.adapter)
         if grid is None or progress.prompt_tokens != progress.request.num_prompt_tokens:
-            return  # it was loaded, and nothing of its prompt was computed yet
+            # `computed` was not called for this prompt yet, so its limit is not known. vLLM also
+            # hands over states that were loaded, while their request waits.
+            return
         ends: dict[int, dict[int, int]] = {}
         for group, block, num_tokens in handed_over:
             if not num_tokens % grid.block_tokens:
@@ -170,7 +172,10 @@ class SavePlan:
     def _save_state(
         self, progress: Progress, grid: Grid, num_tokens: int, block_of_group: Mapping[int, int]
     ) -> Iterable[Piece]:
-        """Yield the pieces of the state after `num_tokens`, and of the chunk that ends there."""
+        """Yield the pieces of the state after `num_tokens`, and of the chunk that ends there.
+
+        Yield none if the rules of this class do not store it: see its docstring.
+        """
         hashes, end_block = progress.request.block_hashes, num_tokens // grid.block_tokens
         if num_tokens > progress.limit.end_tokens or end_block > len(hashes):
             return

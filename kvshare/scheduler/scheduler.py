@@ -22,7 +22,7 @@ from ecshare.plugin.start import start_with_namespace
 from ecshare.store.keys import tp_size_key
 from ecshare.transfer.engine import TransferEngine
 from kvshare.chunks.facts import KVFacts, kv_facts, kv_namespace
-from kvshare.chunks.layers import is_shareable
+from kvshare.chunks.layers import LayerSet, is_shareable
 from kvshare.chunks.prefix import ChunkKey, Grid, covered_tokens, is_mixed
 from kvshare.chunks.recent_keys import RecentKeys
 from kvshare.compat import states_of_step
@@ -230,11 +230,7 @@ class KVScheduler:
         request, start_tokens = tracked.progress.request, tracked.start_tokens
         found, ahead = lookup.found, partial(self._num_ahead, request)
         num = self._choice.num_worth_loading(
-            found,
-            lookup.tiers,
-            start_tokens,
-            self._loads.under_way(),
-            ahead,
+            found, lookup.tiers, start_tokens, self._loads.under_way(), ahead
         )
         lookup.found = found[:num]
         if num < len(found):
@@ -311,10 +307,9 @@ class KVScheduler:
         self._siblings.scheduled(output, self._progress_of)
         if not self._facts.saves:
             return Orders(self._facts.namespace, loads, abandoned, is_idle=is_idle)
-        recurrent = [
-            group for each in self._facts.layer_sets if each.is_recurrent for group in each.groups
-        ]
-        leaving = self._saves.take_leaving(_overwritten(output, recurrent))
+        leaving: tuple[Piece, ...] = ()
+        if self._saves.has_leaving:  # in few steps; the other ones need no look at block tables
+            leaving = self._saves.take_leaving(_overwritten(output, self._facts.layer_sets))
         saves = tuple(self._plan_saves(output))
         self._saves.end_step()
         return Orders(self._facts.namespace, loads, abandoned, saves, leaving, is_idle=is_idle)
@@ -457,10 +452,7 @@ class KVScheduler:
             tracked.loads_no_more |= not loading.is_whole
         if loading.is_whole and self._choice is not None:
             self._choice.loaded(
-                loading.chunks,
-                loading.tiers,
-                loading.start_tokens,
-                loading.seconds,
+                loading.chunks, loading.tiers, loading.start_tokens, loading.seconds
             )
 
     def _plan_saves(self, output: SchedulerOutput) -> Iterable[Piece]:
@@ -544,12 +536,13 @@ def _block_events(
     )
 
 
-def _overwritten(output: SchedulerOutput, recurrent: Sequence[int]) -> set[int]:
+def _overwritten(output: SchedulerOutput, layer_sets: Sequence[LayerSet]) -> set[int]:
     """Return the blocks that V2 runners overwrite before they carry out the step's orders.
 
-    `recurrent`: cache groups of recurrent layers. Running states are copied to their new blocks
-    then. Blocks are not bound to a group: attention layers may have had these before.
+    They copy the running states of recurrent layers to their new blocks then. Blocks are not bound
+    to a cache group: attention layers may have had these before.
     """
+    recurrent = {group for each in layer_sets if each.is_recurrent for group in each.groups}
     copies = option(output, "kv_cache_block_copies") or ()
     tables = [
         *(new.block_ids for new in output.scheduled_new_reqs),

@@ -12,6 +12,15 @@ from transformers import (
 
 from lab.models.building import finish, text_config, text_tokenizer
 
+# Sizes of gated delta nets. vLLM's kernel for CPUs takes heads of 128 elements, in bfloat16 only.
+DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+
 
 def make_lfm2(path: str | Path, seed: int = 0) -> Path:
     """Write an LFM2 checkpoint (short convolutions) to `path` and return it.
@@ -38,17 +47,13 @@ def make_lfm2(path: str | Path, seed: int = 0) -> Path:
 def make_qwen3_5(path: str | Path, seed: int = 0) -> Path:
     """Write a Qwen3.5 text checkpoint (gated delta nets) to `path` and return it.
 
-    On a CPU vLLM's kernel takes bfloat16 and heads of 128 elements only.
+    vLLM runs it in bfloat16 on a CPU.
     """
     tokenizer = text_tokenizer()
     config = Qwen3_5TextConfig(
         **text_config(tokenizer),
         head_dim=64,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        linear_conv_kernel_dim=4,
+        **DELTA_NET,
         tie_word_embeddings=False,
         layer_types=["linear_attention", "full_attention"] * 2,
         dtype="float32",

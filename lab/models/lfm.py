@@ -20,7 +20,7 @@ NAMED = {
 }
 TILES = tuple(f"<|img_row_{row}_col_{column}|>" for row in range(1, 11) for column in range(1, 11))
 CHAT_TEMPLATE = chat_template({"image": NAMED["image_token"]})
-TILE_SIDE = 256
+TILE_SIDE = 128
 PATCH_SIDE = 16
 MERGED = 2
 
@@ -56,7 +56,11 @@ def make_lfm2_vl(path: str | Path, seed: int = 0) -> Path:
     )
     processor = Lfm2VlProcessor(
         image_processor=Lfm2VlImageProcessor(
-            tile_size=TILE_SIDE, encoder_patch_size=PATCH_SIDE, max_num_patches=256
+            tile_size=TILE_SIDE,
+            encoder_patch_size=PATCH_SIDE,
+            min_image_tokens=4,
+            max_image_tokens=16,
+            max_num_patches=(TILE_SIDE // PATCH_SIDE) ** 2,
         ),
         tokenizer=tokenizer,
         chat_template=CHAT_TEMPLATE,

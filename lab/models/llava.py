@@ -26,8 +26,11 @@ IMAGE_TOKEN = "<image>"
 CHAT_TEMPLATE = chat_template({"image": IMAGE_TOKEN})
 PICTURE_SIDE = 112
 PATCH_SIDE = 14
-TOKENS_PER_TILE = (PICTURE_SIDE // PATCH_SIDE) ** 2
-PINPOINTS = [[PICTURE_SIDE, 2 * PICTURE_SIDE], [2 * PICTURE_SIDE, PICTURE_SIDE]]
+TOKENS_PER_PICTURE = (PICTURE_SIDE // PATCH_SIDE) ** 2
+# Those that cut pictures have small tiles, so that there are not many more tokens than words.
+TILE_SIDE = 56
+TOKENS_PER_TILE = (TILE_SIDE // PATCH_SIDE) ** 2
+PINPOINTS = [[TILE_SIDE, 2 * TILE_SIDE], [2 * TILE_SIDE, TILE_SIDE], [2 * TILE_SIDE] * 2]
 VIDEO_TOKEN = "<video>"
 PUBLISHED_NAMES = {"vision_tower.": "vision_tower.vision_model."}
 
@@ -38,12 +41,11 @@ def make_llava(path: str | Path, seed: int = 0) -> Path:
     All pictures are brought to one size.
     """
     tokenizer = train_tokenizer([IMAGE_TOKEN], CHAT_TEMPLATE)
-    vision = _clip()
     config = LlavaConfig(
         text_config=text_config(tokenizer, model_type="llama"),
-        vision_config=vision,
+        vision_config=_clip(PICTURE_SIDE),
         image_token_index=tokenizer.convert_tokens_to_ids(IMAGE_TOKEN),
-        image_seq_length=TOKENS_PER_TILE,
+        image_seq_length=TOKENS_PER_PICTURE,
         dtype="float32",
     )
     processor = LlavaProcessor(
@@ -68,7 +70,7 @@ def make_llava_next(path: str | Path, seed: int = 0) -> Path:
     tokenizer = train_tokenizer([IMAGE_TOKEN], CHAT_TEMPLATE)
     config = LlavaNextConfig(
         text_config=text_config(tokenizer, model_type="llama"),
-        vision_config=_clip(),
+        vision_config=_clip(TILE_SIDE),
         image_token_index=tokenizer.convert_tokens_to_ids(IMAGE_TOKEN),
         image_grid_pinpoints=PINPOINTS,
         image_seq_length=TOKENS_PER_TILE,
@@ -76,8 +78,8 @@ def make_llava_next(path: str | Path, seed: int = 0) -> Path:
     )
     processor = LlavaNextProcessor(
         image_processor=LlavaNextImageProcessor(
-            size={"shortest_edge": PICTURE_SIDE},
-            crop_size={"height": PICTURE_SIDE, "width": PICTURE_SIDE},
+            size={"shortest_edge": TILE_SIDE},
+            crop_size={"height": TILE_SIDE, "width": TILE_SIDE},
             image_grid_pinpoints=PINPOINTS,
         ),
         tokenizer=tokenizer,
@@ -100,7 +102,7 @@ def make_llava_onevision(path: str | Path, seed: int = 0) -> Path:
         text_config=text_config(tokenizer, model_type="qwen2"),
         vision_config=vision_config(
             model_type="siglip_vision_model",
-            image_size=PICTURE_SIDE,
+            image_size=TILE_SIDE,
             patch_size=PATCH_SIDE,
             vision_use_head=False,
         ),
@@ -109,7 +111,7 @@ def make_llava_onevision(path: str | Path, seed: int = 0) -> Path:
         image_grid_pinpoints=PINPOINTS,
         dtype="float32",
     )
-    size = {"height": PICTURE_SIDE, "width": PICTURE_SIDE}
+    size = {"height": TILE_SIDE, "width": TILE_SIDE}
     processor = LlavaOnevisionProcessor(
         image_processor=LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=PINPOINTS),
         tokenizer=tokenizer,
@@ -122,11 +124,11 @@ def make_llava_onevision(path: str | Path, seed: int = 0) -> Path:
     return finish(path, model, processor, seed, PUBLISHED_NAMES)
 
 
-def _clip() -> dict[str, Any]:
+def _clip(side: int) -> dict[str, Any]:
     return vision_config(
         model_type="clip_vision_model",
         num_hidden_layers=3,
         projection_dim=64,
-        image_size=PICTURE_SIDE,
+        image_size=side,
         patch_size=PATCH_SIDE,
     )

@@ -2,7 +2,6 @@
 """Qwen's omni models: pictures, videos and sound. Only the thinker, which vLLM serves, is real."""
 
 from pathlib import Path
-from typing import Any
 
 from transformers import (
     PreTrainedTokenizerFast,
@@ -25,7 +24,7 @@ from lab.models.building import (
     text_config,
     train_tokenizer,
 )
-from lab.models.qwen_vl import INTERLEAVED_ROPE, ROPE, pixels
+from lab.models.qwen_vl import INTERLEAVED_ROPE, ROPE, pixels, vision_tower
 
 NAMED = {
     "image_token": "<|image_pad|>",
@@ -51,7 +50,7 @@ def make_qwen25_omni(path: str | Path, seed: int = 0) -> Path:
     text = text_config(tokenizer, rope_parameters=ROPE, tie_word_embeddings=False)
     thinker = {
         "text_config": text,
-        "vision_config": _vision(text, fullatt_block_indexes=[1]),
+        "vision_config": vision_tower(text, fullatt_block_indexes=[1]),
         "audio_config": audio_config(output_dim=text["hidden_size"]),
         **_token_ids(tokenizer, "index"),
     }
@@ -90,7 +89,7 @@ def make_qwen3_omni(path: str | Path, seed: int = 0) -> Path:
     )
     thinker = {
         "text_config": text,
-        "vision_config": _vision(
+        "vision_config": vision_tower(
             text,
             depth=3,
             deepstack_visual_indexes=[0, 1],
@@ -118,17 +117,6 @@ def make_qwen3_omni(path: str | Path, seed: int = 0) -> Path:
     )
     model = Qwen3OmniMoeThinkerForConditionalGeneration(config.thinker_config)
     return finish(path, model, processor, seed, {"": "thinker."}, config)
-
-
-def _vision(text: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {
-        "depth": 2,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_heads": 2,
-        "out_hidden_size": text["hidden_size"],
-        **more,
-    }
 
 
 def _token_ids(tokenizer: PreTrainedTokenizerFast, kind: str) -> dict[str, int]:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen's vision-language models: pictures of any size, and videos."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from transformers import (
     PreTrainedTokenizerFast,
+    ProcessorMixin,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
@@ -23,6 +25,7 @@ from transformers import (
 )
 
 from lab.models.building import chat_template, finish, text_config, train_tokenizer
+from lab.models.hybrid import DELTA_NET
 
 MEDIA_TOKENS = (
     "<|vision_start|>",
@@ -51,13 +54,7 @@ def make_qwen2_vl(path: str | Path, seed: int = 0) -> Path:
     config = Qwen2VLConfig(
         text_config=text, vision_config=vision, dtype="float32", **_token_ids(tokenizer)
     )
-    shown = pixels(28)
-    processor = Qwen2VLProcessor(
-        image_processor=Qwen2VLImageProcessor(**shown),
-        tokenizer=tokenizer,
-        video_processor=Qwen2VLVideoProcessor(**shown),
-        chat_template=CHAT_TEMPLATE,
-    )
+    processor = _processor(Qwen2VLProcessor, Qwen2VLVideoProcessor, tokenizer, pixels(28))
     return finish(path, Qwen2VLForConditionalGeneration(config), processor, seed)
 
 
@@ -65,24 +62,11 @@ def make_qwen25_vl(path: str | Path, seed: int = 0) -> Path:
     """Write a Qwen2.5-VL checkpoint of about 4 MB to `path` and return it."""
     tokenizer = train_tokenizer(MEDIA_TOKENS, CHAT_TEMPLATE)
     text = text_config(tokenizer, rope_parameters=ROPE)
-    vision = {
-        "depth": 2,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_heads": 2,
-        "out_hidden_size": text["hidden_size"],
-        "fullatt_block_indexes": [1],
-    }
+    vision = vision_tower(text, fullatt_block_indexes=[1])
     config = Qwen2_5_VLConfig(
         text_config=text, vision_config=vision, dtype="float32", **_token_ids(tokenizer)
     )
-    shown = pixels(28)
-    processor = Qwen2_5_VLProcessor(
-        image_processor=Qwen2VLImageProcessor(**shown),
-        tokenizer=tokenizer,
-        video_processor=Qwen2VLVideoProcessor(**shown),
-        chat_template=CHAT_TEMPLATE,
-    )
+    processor = _processor(Qwen2_5_VLProcessor, Qwen2VLVideoProcessor, tokenizer, pixels(28))
     return finish(path, Qwen2_5_VLForConditionalGeneration(config), processor, seed)
 
 
@@ -94,24 +78,14 @@ def make_qwen3_vl(path: str | Path, seed: int = 0) -> Path:
     """
     tokenizer = train_tokenizer(MEDIA_TOKENS, CHAT_TEMPLATE)
     text = text_config(tokenizer, head_dim=32, rope_parameters=INTERLEAVED_ROPE)
-    vision = {
-        "depth": 3,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_heads": 2,
-        "out_hidden_size": text["hidden_size"],
-        "num_position_embeddings": 16 * 16,
-        "deepstack_visual_indexes": [0, 1],
-    }
+    vision = vision_tower(
+        text, depth=3, num_position_embeddings=16 * 16, deepstack_visual_indexes=[0, 1]
+    )
     config = Qwen3VLConfig(
         text_config=text, vision_config=vision, dtype="float32", **_token_ids(tokenizer)
     )
-    shown = pixels(32) | {"patch_size": 16}
-    processor = Qwen3VLProcessor(
-        image_processor=Qwen2VLImageProcessor(**shown),
-        tokenizer=tokenizer,
-        video_processor=Qwen3VLVideoProcessor(**shown),
-        chat_template=CHAT_TEMPLATE,
+    processor = _processor(
+        Qwen3VLProcessor, Qwen3VLVideoProcessor, tokenizer, pixels(32) | {"patch_size": 16}
     )
     return finish(path, Qwen3VLForConditionalGeneration(config), processor, seed)
 
@@ -119,8 +93,7 @@ def make_qwen3_vl(path: str | Path, seed: int = 0) -> Path:
 def make_qwen35_vl(path: str | Path, seed: int = 0) -> Path:
     """Write a Qwen3.5 checkpoint of about 8 MB to `path` and return it.
 
-    Three of four layers are recurrent (Gated DeltaNet). vLLM's kernel for CPUs wants heads of 128
-    and bfloat16.
+    Three of four layers are recurrent (Gated DeltaNet), for which a CPU needs bfloat16.
     """
     tokenizer = train_tokenizer(MEDIA_TOKENS, CHAT_TEMPLATE)
     text = text_config(
@@ -129,33 +102,45 @@ def make_qwen35_vl(path: str | Path, seed: int = 0) -> Path:
         # A quarter of a head of 64 is rotated: 8 frequencies.
         rope_parameters=INTERLEAVED_ROPE
         | {"mrope_section": [4, 2, 2], "partial_rotary_factor": 0.25},
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        linear_conv_kernel_dim=4,
+        **DELTA_NET,
         layer_types=["linear_attention"] * 3 + ["full_attention"],
     )
-    vision = {
+    vision = vision_tower(text, num_position_embeddings=16 * 16)
+    config = Qwen3_5Config(
+        text_config=text, vision_config=vision, dtype="bfloat16", **_token_ids(tokenizer)
+    )
+    processor = _processor(
+        Qwen3VLProcessor, Qwen3VLVideoProcessor, tokenizer, pixels(32) | {"patch_size": 16}
+    )
+    model = Qwen3_5ForConditionalGeneration(config).bfloat16()
+    return finish(path, model, processor, seed)
+
+
+def vision_tower(text: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Return the config of the part that encodes pictures for the language model `text`."""
+    return {
         "depth": 2,
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_heads": 2,
         "out_hidden_size": text["hidden_size"],
-        "num_position_embeddings": 16 * 16,
+        **more,
     }
-    config = Qwen3_5Config(
-        text_config=text, vision_config=vision, dtype="bfloat16", **_token_ids(tokenizer)
-    )
-    shown = pixels(32) | {"patch_size": 16}
-    processor = Qwen3VLProcessor(
+
+
+def _processor(
+    kind: Callable[..., ProcessorMixin],
+    video: Callable[..., Any],
+    tokenizer: PreTrainedTokenizerFast,
+    shown: dict[str, Any],
+) -> ProcessorMixin:
+    """Return a processor whose pictures and videos have the limits `shown`."""
+    return kind(
         image_processor=Qwen2VLImageProcessor(**shown),
         tokenizer=tokenizer,
-        video_processor=Qwen3VLVideoProcessor(**shown),
+        video_processor=video(**shown),
         chat_template=CHAT_TEMPLATE,
     )
-    model = Qwen3_5ForConditionalGeneration(config).bfloat16()
-    return finish(path, model, processor, seed)
 
 
 def _token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:

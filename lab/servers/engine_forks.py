@@ -23,6 +23,7 @@ IMPORTED = (
     "vllm.entrypoints.openai.api_server",
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
+    "lab.model_inspection",
 )
 LATE = frozenset(
     {

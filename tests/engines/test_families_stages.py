@@ -159,30 +159,36 @@ def fleet(
         yield Fleet(family, plain, e, p, d, *routers)
 
 
-CASES = [
-    pytest.param(
-        *(name, modality),
-        id=f"{name}-{modality}",
-        marks=[] if (name, modality) == (IN_THE_GATE, "image") else [pytest.mark.models],
-    )
-    for name, family in FAMILIES.items()
-    for modality in family.told
-]
+each_family = pytest.mark.parametrize(
+    "fleet",
+    [
+        pytest.param(name, marks=[] if name == IN_THE_GATE else [pytest.mark.models])
+        for name in FAMILIES
+    ],
+    indirect=True,
+)
 
 
-# The scope makes the cases of a family share its engines.
-@pytest.mark.parametrize(("fleet", "modality"), CASES, indirect=["fleet"], scope="module")
-def test_stages_answer_as_a_plain_engine_cold_and_warm(fleet: Fleet, modality: str) -> None:
-    shown, other = SHOW[modality](1), SHOW[modality](2)
+@each_family
+def test_stages_answer_as_a_plain_engine_cold_and_warm(fleet: Fleet) -> None:
+    for modality in fleet.family.told:
+        shown, other = SHOW[modality](1), SHOW[modality](2)
+        check_cold(fleet, shown, other)
+        check_warm(fleet, shown)
+
+
+def check_cold(fleet: Fleet, shown: dict[str, Any], other: dict[str, Any]) -> None:
     with counting(fleet.e) as e, counting(fleet.p) as p, counting(fleet.d) as d:
         cold = fleet.asked(fleet.router, shown)
     assert cold.path == ("encode", "prefill", "decode")
     assert cold.token_ids == fleet.expected(shown)
     assert cold.token_ids != fleet.expected(other), "the tokens do not depend on the item: no test"
-    assert (e[ENCODED], p[ENCODED], d[ENCODED]) == (1, 0, 0)
+    assert (e[ENCODED], p[ENCODED], d[ENCODED]) == (1, 0, 0), f"E {dict(e)} P {dict(p)} D {dict(d)}"
     assert (p[LOADED], d[LOADED]) == (1, not fleet.family.shares_kv)
     assert d[KV_LOADED] == fleet.family.num_loaded(cold.usage["prompt_tokens"])
 
+
+def check_warm(fleet: Fleet, shown: dict[str, Any]) -> None:
     words = text("Something else was asked before this.")
     with counting(fleet.e) as e, counting(fleet.p) as p, counting(fleet.d) as d:
         warm = fleet.asked(fleet.exchanged, words, shown)
@@ -193,8 +199,9 @@ def test_stages_answer_as_a_plain_engine_cold_and_warm(fleet: Fleet, modality: s
     assert (p[LOADED], d[LOADED]) == (0, fleet.family.shares_kv)
 
 
-@pytest.mark.parametrize(("fleet", "modality"), CASES, indirect=["fleet"], scope="module")
-def test_encoder_reports_the_fields_of_the_family(fleet: Fleet, modality: str) -> None:
-    uuid = f"told {modality}"
-    encoded = ask(fleet.e, fleet.e.model, [SHOW[modality](3, uuid)])
-    assert set(encoded.body["ec_transfer_params"][uuid]["metadata"]) == fleet.family.told[modality]
+@each_family
+def test_encoder_reports_the_fields_of_the_family(fleet: Fleet) -> None:
+    for modality, told in fleet.family.told.items():
+        uuid = f"told {modality}"
+        encoded = ask(fleet.e, fleet.e.model, [SHOW[modality](3, uuid)])
+        assert set(encoded.body["ec_transfer_params"][uuid]["metadata"]) == told

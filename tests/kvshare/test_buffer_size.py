@@ -14,7 +14,8 @@ from ecshare.store.config import GIB, parse
 from kvshare.buffer_size import memory_bytes, num_local_ranks, with_default_buffer
 from kvshare.config import KVConfig
 from tests.kvshare.conftest import StartEngine
-from tests.kvshare.toy import BLOCK, cache_config, options, vllm_config, write_model
+from tests.kvshare.toy import BLOCK, cache_config, hybrid, options, vllm_config, write_model
+from tests.releases import needs_offered_states
 
 MIB = 1 << 20
 SLAB_BYTES = 2 * 4096  # a block and its header: they are whole pages
@@ -38,6 +39,15 @@ def default_of(engine: VllmConfig, tmp_path: Path) -> int:
 
 def test_gpu_default_buffer_holds_two_steps(engine: VllmConfig, tmp_path: Path) -> None:
     assert default_of(engine, tmp_path) == 2 * GIB
+
+
+@needs_offered_states
+def test_default_buffer_holds_the_states_of_two_steps_too(
+    engine: VllmConfig, tmp_path: Path
+) -> None:
+    config = parse(KVConfig, options(tmp_path), "options")
+    found = with_default_buffer(config, engine, cache_config(64, hybrid())).buffer_bytes
+    assert found == 2 * GIB + 2 * SLAB_BYTES
 
 
 @pytest.mark.parametrize(("gib_a_step", "expected"), [(0.25, 1), (0.5, 1), (2, 4), (8, 4)])

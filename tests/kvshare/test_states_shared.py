@@ -11,14 +11,18 @@ from typing import Any
 import pytest
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
+from ecshare.store.format import unseal
 from ecshare.store.keys import Kind, object_key
 from kvshare.chunks.prefix import prompt_chunks
-from kvshare.scheduler.pieces import Pieces
+from kvshare.compat import most_blocks
+from kvshare.scheduler.pieces import NULL_BLOCK, Pieces
 from lab.vllm_loop import RUNNERS, RunnerName
 from tests.kvshare.conftest import StartEngine, is_at_rest, sleep_and_wake
 from tests.kvshare.damage import flip_a_payload_bit
 from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.test_chunks import LONG, chunked, spoil
+from tests.kvshare.test_stored_dtype import kv_of_4_bits
+from tests.kvshare.test_windows import ask
 from tests.kvshare.toy import (
     BLOCK,
     FOR_DECODE,
@@ -32,6 +36,8 @@ from tests.kvshare.toy import (
     window,
 )
 from tests.releases import loads_may_hang, needs_offered_states
+
+__all__ = ["kv_of_4_bits"]
 
 pytestmark = needs_offered_states
 
@@ -179,6 +185,21 @@ def test_state_under_the_name_of_another_is_not_used(
     assert reader.counts["misses/corrupt"]
 
 
+def test_state_says_by_which_release_it_was_stored(
+    start: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernels cannot be tried, and those of another release may order it in another way."""
+    pages = []
+    for release in ("0.1", "0.2"):
+        monkeypatch.setattr("kvshare.worker.worker.vllm_release", lambda release=release: release)
+        folder = tmp_path / release
+        serve(start(specs=hybrid(1), folder=folder), LONG, max_tokens=1)
+        path = next(path for path in objects(folder) if STATES in path.name)
+        sealed = unseal(memoryview(path.read_bytes()), str(path.relative_to(folder / "store")))
+        pages.append(sealed.spec.attributes["page"])
+    assert len(set(pages)) == 2
+
+
 @each_kind
 @pytest.mark.parametrize("is_async", [False, True])
 def test_preempted_requests_get_right_tokens(
@@ -191,6 +212,23 @@ def test_preempted_requests_get_right_tokens(
     for prompt, answer in zip(prompts, engine.run(*requests), strict=True):
         assert answer.tokens == expected_answer(prompt, 20, engine.windows)
     assert any(request.num_preemptions for request in requests)
+
+
+@pytest.mark.parametrize("budget", [3, 7, 64])
+def test_request_never_holds_more_states_than_it_needs_by_our_count(
+    start: StartEngine, budget: int
+) -> None:
+    """The count decides how many requests load at a time."""
+    engine = start(specs=hybrid(1), max_num_batched_tokens=budget, max_num_seqs=2)
+    manager = engine.scheduler.kv_cache_manager
+    assert most_blocks(manager) == [(BLOCK, 2), (BLOCK, None)]
+    engine.add(make_request("r", LONG, 9))
+    most = 0
+    while engine.scheduler.has_unfinished_requests():
+        engine.step()
+        ids, _ = manager.get_block_ids("r") if "r" in engine.scheduler.requests else ([], [])
+        most = max(most, sum(block != NULL_BLOCK for block in ids))
+    assert most == 2
 
 
 @each_kind
@@ -252,21 +290,6 @@ def test_random_prompts_and_store_damage_give_right_tokens(
         ask(engine, dice, stem, turn)
 
 
-def ask(engine: ToyEngine, dice: random.Random, stem: list[int], turn: int) -> None:
-    prompts = [
-        [*stem[: dice.randrange(1, 60)], *dice.choices(range(1000), k=dice.randrange(12))]
-        for _ in range(6)
-    ]
-    num_tokens = dice.choice([1, 5, 25])
-    requests = [
-        make_request(f"{turn}-{number}", prompt, num_tokens)
-        for number, prompt in enumerate(prompts)
-    ]
-    answers = engine.run(*requests[:4]) + engine.run(*requests[4:])
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer.tokens == expected_answer(prompt, num_tokens, engine.windows)
-
-
 # --- options of the store ---
 
 
@@ -278,6 +301,22 @@ def test_states_are_stored_unchanged_by_engines_that_compress(
     store = {**chunked(2), "compression": "zstd"}
     engine = partial(start, specs=specs, runner=runner, store=store, num_blocks=160)
     serve(engine(), LONG)
+    assert serve(engine(), LONG).computed_prompt_tokens == len(LONG) - ENDS
+
+
+@pytest.mark.usefixtures("kv_of_4_bits")
+@each_kind
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_engines_that_store_8_bit_floats_store_states_unchanged(
+    start: StartEngine, tmp_path: Path, specs: Sequence[KVCacheSpec], runner: RunnerName
+) -> None:
+    store = {**chunked(2), "stored_dtype": "fp8"}
+    engine = partial(start, specs=specs, runner=runner, store=store, num_blocks=160)
+    serve(engine(), LONG)
+    for path in objects(tmp_path):
+        sealed = unseal(memoryview(path.read_bytes()), str(path.relative_to(tmp_path / "store")))
+        is_state = sealed.spec.attributes["block_tokens"] == 1  # see docs/format.md
+        assert is_state == ("stored_dtype" not in sealed.spec.attributes)
     assert serve(engine(), LONG).computed_prompt_tokens == len(LONG) - ENDS
 
 

@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,8 +64,23 @@ def build_editable(folder, config_settings=None, metadata_directory=None):
 """
 
 
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return an environment of a set-up that ended before it installed anything."""
+    folder = tmp_path_factory.mktemp("interrupted") / ".venv"
+    venv.create(folder, with_pip=True, symlinks=True)
+    return folder
+
+
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
+def project(new_project: Path, interrupted: Path) -> Path:
+    """Return a clone whose set-up was interrupted: to go on takes less time than to begin."""
+    shutil.copytree(interrupted, new_project / ".venv", symlinks=True)
+    return new_project
+
+
+@pytest.fixture
+def new_project(tmp_path: Path) -> Path:
     """A clone with our set-up scripts, whose one requirement is vLLM's CPU build."""
     clone = tmp_path / "clone"
     shutil.copytree(ROOT / "scripts", clone / "scripts")
@@ -146,14 +162,17 @@ def is_mended(project: Path) -> bool:
 
 
 def test_torch_comes_from_pytorchs_index_if_pip_has_no_cpu_build(
-    project: Path, plain: Index, tmp_path: Path
+    new_project: Path, plain: Index, tmp_path: Path
 ) -> None:
+    """The index has no newer pip either, so set-up goes on with the one of the environment."""
+    project = new_project
     fill_torch_index(tmp_path / "pytorch")
     with serve(tmp_path / "pytorch") as torch_index:
         ended = set_up(project, plain.url, default=torch_index.url)
     assert ended.returncode == 0, ended.stderr
     said = f"plain pip finds no torch==2.13.0+cpu: taking it from {torch_index.url} "
     assert sum(said in line for line in ended.stdout.splitlines()) == 1
+    assert "updating pip" in ended.stdout
     found = {name: version(project, name) for name in ("torch", "torchvision", "torchaudio")}
     assert found == {
         "torch": "2.13.0+cpu",
@@ -231,18 +250,18 @@ def test_missing_torch_build_is_reported_in_one_line(
     assert "ECSHARE_TORCH_INDEX" in line
 
 
-def test_too_small_disk_is_reported_in_one_line(project: Path, plain: Index) -> None:
-    script = project / "scripts" / "environment.py"
+def test_too_small_disk_is_reported_in_one_line(new_project: Path, plain: Index) -> None:
+    script = new_project / "scripts" / "environment.py"
     enormous = script.read_text().replace("NEEDED_GB = 6\n", "NEEDED_GB = 10**9\n")
     assert "10**9" in enormous
     script.write_text(enormous)
-    line = failure(set_up(project, plain.url))
+    line = failure(set_up(new_project, plain.url))
     assert ".venv needs 1000000000 GB of disk space" in line
-    assert not (project / ".venv").exists()
+    assert not (new_project / ".venv").exists()
 
 
-def test_missing_python_is_reported_in_one_line(project: Path, plain: Index) -> None:
-    line = failure(set_up(project, plain.url, python="python3.99"))
+def test_missing_python_is_reported_in_one_line(new_project: Path, plain: Index) -> None:
+    line = failure(set_up(new_project, plain.url, python="python3.99"))
     assert line.startswith("setup failed: there is no python3.99 here: install Python 3.11")
 
 

@@ -218,6 +218,18 @@ def test_state_that_every_rank_holds_is_stored_by_one() -> None:
     assert [sets[1].is_written_by(Rank(rank, 2)) for rank in range(2)] == [True, False]
 
 
+def test_states_of_more_ranks_than_heads_are_found_under_the_names_they_are_stored_under() -> None:
+    """With equal states on all ranks, the heads alone would give another size."""
+    one_head = replace(FULL, num_kv_heads=1)
+    sets = layer_sets(cache(one_head, replace(STATE, tp_replicated=True)), 4, 2)
+    assert readable_tp_sizes(sets, 4) == (own_tp_size(sets, 4),) == (4,)
+
+
+def test_states_that_every_rank_holds_are_not_mixed_with_divided_ones() -> None:
+    sets = layer_sets(cache(FULL, STATE, replace(STATE, tp_replicated=True)), 2, HEADS)
+    assert [each.total_heads for each in sets if each.is_recurrent] == [2, 1]
+
+
 def test_hisparse_pools_are_refused() -> None:
     seen = cache(FULL)
     seen.hisparse_host_num_blocks = 64

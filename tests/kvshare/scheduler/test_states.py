@@ -31,6 +31,7 @@ from tests.kvshare.scheduler.test_scheduler import (
     Bench,
     StartBench,
     bench,
+    end_load,
 )
 from tests.kvshare.toy import BLOCK, make_request
 from tests.releases import needs_offered_states
@@ -73,16 +74,19 @@ def step(
     end: int,
     states: dict[int, list[tuple[int, int]]],
     first_block: int = 10,
+    *,
+    has_loaded: bool = False,
 ) -> list[Piece]:
     """Compute tokens `start` to `end` in a step; return the pieces that it saves.
 
-    `states`: for each number of tokens, the groups and blocks that vLLM hands over.
+    `states`: for each number of tokens, the groups and blocks that vLLM hands over. `has_loaded`:
+    it is the first step of the request, after a load up to `start`.
     """
     here.half.allocated(request, [], 0)
     request.num_computed_tokens = end
     block_ids = ([*range(first_block, first_block - (-end // BLOCK))], [0, 0], [0, 0])
     output = SchedulerOutput.make_empty()
-    if start:
+    if start and not has_loaded:
         output.scheduled_cached_reqs = CachedRequestData(
             [request.request_id], set(), [], {}, [None], [start], [0]
         )
@@ -206,6 +210,33 @@ def test_local_hit_that_reaches_the_last_state_leaves_nothing_to_load(bench: Sta
     assert here.ask(make_request("s", PROMPT), 2 * BLOCK) == BLOCK
 
 
+def test_longest_partial_chunk_does_not_hide_a_shorter_one_with_a_state(bench: StartBench) -> None:
+    here = bench(layer_sets=SETS, chunk_blocks=3)
+    store(here, PROMPT[: 4 * BLOCK + 1], 4, chunk_blocks=3)
+    here.put(chunks_of(PROMPT, 3)[-1:], PART)
+    assert here.ask(make_request("r", PROMPT)) == 4 * BLOCK
+
+
+def test_blocks_after_the_last_state_are_counted_as_missed(bench: StartBench) -> None:
+    here = bench(layer_sets=SETS)
+    store(here, PROMPT, 3)
+    here.ask(make_request("r", PROMPT))
+    stats = here.half.take_stats()
+    assert stats is not None
+    assert stats.data["blocks/missed"] == 2
+
+
+def test_stored_chunk_that_is_of_no_use_is_not_stored_again(bench: StartBench) -> None:
+    """The state at its end was not stored."""
+    here = bench(layer_sets=SETS, chunk_blocks=3)
+    step(here, make_request("first", PROMPT), 0, 5 * BLOCK, {})
+    here.put(chunks_of(PROMPT, 3), PART)
+    again = make_request("again", PROMPT)
+    assert here.ask(again) == 0
+    found = step(here, again, 0, 5 * BLOCK, {5 * BLOCK: [(1, 31), (2, 32)]})
+    assert [piece.layer_set for piece in found] == [STATES.number]
+
+
 # --- loads ---
 
 
@@ -220,6 +251,17 @@ def test_state_is_loaded_to_the_block_before_the_first_computed_token(bench: Sta
     *attention, state = order.pieces
     assert [piece.block_ids for piece in attention] == [((50 + n,),) for n in range(4)]
     assert (state.layer_set, state.block_ids) == (STATES.number, ((60,), (70,)))
+
+
+def test_state_counts_to_what_a_load_under_way_moves(bench: StartBench) -> None:
+    here = bench(layer_sets=SETS)
+    store(here, PROMPT, 4)
+    here.forget_host_cache()
+    request = make_request("r", PROMPT)
+    here.half.allocated(
+        request, [[50, 51, 52, 53], [0, 0, 0, 60], [0, 0, 0, 70]], here.ask(request)
+    )
+    assert here.half._loads.under_way() == [(4 * BLOCK + here.half._facts.state_tokens, 0.0)]
 
 
 def test_load_without_a_block_for_the_state_is_not_ordered(bench: StartBench) -> None:
@@ -319,6 +361,75 @@ def test_state_is_not_stored_beyond_the_limit_of_its_request(bench: StartBench) 
     assert not step(here, request, 0, 20, {20: [(1, 31), (2, 32)]})
 
 
+def test_state_of_a_stored_chunk_is_not_stored_beyond_the_limit(bench: StartBench) -> None:
+    here = bench(layer_sets=SETS)
+    step(here, make_request("stored", PROMPT), 0, 5 * BLOCK, {})
+    request = make_request("r", PROMPT, kv_transfer_params={"kvshare_save": False})
+    assert not step(here, request, 0, 5 * BLOCK, {5 * BLOCK: [(1, 31), (2, 32)]})
+
+
+def test_state_of_a_request_of_which_nothing_is_computed_yet_is_not_stored(
+    bench: StartBench,
+) -> None:
+    """Its limit is not known before."""
+    here = bench(layer_sets=SETS)
+    step(here, make_request("stored", PROMPT), 0, 5 * BLOCK, {})
+    request = make_request("r", PROMPT, kv_transfer_params={"kvshare_save": False})
+    here.half.allocated(request, [], 0)
+    output = SchedulerOutput.make_empty()
+    handed_over = {"r": [(1, 31, 5 * BLOCK), (2, 32, 5 * BLOCK)]}
+    output.kv_connector_block_state = KVConnectorBlockState(set(), lambda _: (), handed_over)
+    assert not here.half.orders(output).saves
+
+
+def test_state_that_another_connector_has_loaded_is_not_stored(bench: StartBench) -> None:
+    """Nor one that was computed from it: it may be wrong."""
+    here = bench(layer_sets=SETS)
+    step(here, make_request("stored", PROMPT), 0, 5 * BLOCK, {})
+    request = make_request("r", PROMPT)
+    tables = ([*range(30, 34)], [0, 0, 0, 40], [0, 0, 0, 50])
+    here.half.allocated(request, [], 0)
+    here.half.admitted(request, lambda: tables, 0)
+    here.half.orders(SchedulerOutput.make_empty())  # it waits for a load that is not ours
+    states = {n * BLOCK: [(1, 40 + n), (2, 50 + n)] for n in (4, 5)}
+    assert not step(here, request, 4 * BLOCK, 5 * BLOCK, states)
+
+
+def test_loaded_state_counts_as_the_last_one_that_is_stored(bench: StartBench) -> None:
+    here = bench(layer_sets=SETS)
+    object.__setattr__(here.half._facts, "layer_sets", (FULL, STATES, STATES, STATES))
+    prompt = [*range(9 * BLOCK + 1)]
+    store(here, prompt, 4)
+    request = make_request("r", prompt)
+    tables = [[*range(50, 54)], [0, 0, 0, 60], [0, 0, 0, 70]]
+    here.half.allocated(request, tables, here.ask(request))
+    end_load(here)
+    states = {5 * BLOCK: [(1, 31), (2, 32)]}
+    first = step(here, request, 4 * BLOCK, 5 * BLOCK, states, has_loaded=True)
+    assert not states_in(first), "it is one block after the loaded one"
+    later = step(here, request, 5 * BLOCK, 7 * BLOCK, {7 * BLOCK: [(1, 31), (2, 32)]})
+    assert states_in(later)
+
+
+def test_request_that_begins_anew_stores_states_from_its_beginning_on(bench: StartBench) -> None:
+    """The store may have lost those before the point where it was preempted."""
+    here = bench(layer_sets=SETS)
+    request = make_request("r", list(range(9 * BLOCK + 1)))
+    assert states_in(step(here, request, 0, 8 * BLOCK, {8 * BLOCK: [(1, 31), (2, 32)]}))
+    assert states_in(step(here, request, 0, 2 * BLOCK, {2 * BLOCK: [(1, 31), (2, 32)]}))
+
+
+def test_last_part_of_an_answer_is_not_stored(bench: StartBench) -> None:
+    """There is no state where an answer ends, so nobody could load it."""
+    here = bench(layer_sets=SETS, chunk_blocks=3)
+    request = make_request("r", PROMPT[: 3 * BLOCK], 9)
+    step(here, request, 0, 3 * BLOCK, {})
+    request.append_output_token_ids([*range(BLOCK + 1)])
+    step(here, request, 3 * BLOCK, 4 * BLOCK, {})
+    here.half.finished(request)
+    assert not here.half.orders(SchedulerOutput.make_empty()).leaving
+
+
 def test_state_is_stored_once(bench: StartBench) -> None:
     here = bench(layer_sets=SETS)
     handed_over = {20: [(1, 31), (2, 32)]}
@@ -349,8 +460,9 @@ def test_prompt_is_announced_up_to_its_last_stored_state(bench: StartBench) -> N
     assert told == [{"kvshare": {"num_tokens": 20, "size": 1}}, None]
 
 
+@pytest.mark.parametrize("is_new", [False, True])
 def test_blocks_to_which_running_states_are_copied_are_not_saved_afterwards(
-    bench: StartBench,
+    bench: StartBench, is_new: bool
 ) -> None:
     """V2 copies states before the worker saves what a request that has ended leaves behind."""
     here = bench(layer_sets=SETS, chunk_blocks=2)
@@ -363,9 +475,16 @@ def test_blocks_to_which_running_states_are_copied_are_not_saved_afterwards(
     here.half.finished(gone)
     here.half.finished(kept)
     output = SchedulerOutput.make_empty()
-    output.scheduled_cached_reqs = CachedRequestData(
-        ["unknown"], set(), [], {}, [([5], [0, 11], [0, 6])], [0], [0]
-    )
+    tables = ([5], [0, 11], [0, 6])
+    if is_new:
+        output.scheduled_new_reqs.append(
+            NewRequestData("unknown", [], [], None, None, tables, 0, None)
+        )
+        output.num_scheduled_tokens["unknown"] = 1
+    else:
+        output.scheduled_cached_reqs = CachedRequestData(
+            ["unknown"], set(), [], {}, [tables], [0], [0]
+        )
     (left,) = here.half.orders(output).leaving
     assert left.block_ids == ((20, 21),)
 
