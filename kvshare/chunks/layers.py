@@ -306,14 +306,20 @@ def layer_sets_of(
 ) -> tuple[LayerSet, ...]:
     """Return the layer sets of an engine for which `refusal` returns None."""
     tp_size = vllm_config.parallel_config.tensor_parallel_size
-    heads = most_kv_heads(vllm_config.model_config)
+    models = (vllm_config.model_config, _draft(vllm_config))
+    heads = max(most_kv_heads(each) for each in models if each is not None)
     has_own_draft = _has_own_draft(vllm_config)
     return layer_sets(kv_cache_config, tp_size, heads, has_own_draft=has_own_draft)
 
 
+def _draft(vllm_config: "VllmConfig") -> Any:
+    """Return the ModelConfig of the draft model; None without one."""
+    return option(option(vllm_config, "speculative_config"), "draft_model_config")
+
+
 def _has_own_draft(vllm_config: "VllmConfig") -> bool:
     """Return whether a draft model has heads, of which each rank has some, and not MLA."""
-    draft = option(option(vllm_config, "speculative_config"), "draft_model_config")
+    draft = _draft(vllm_config)
     return draft is not None and not draft.use_mla
 
 
@@ -354,9 +360,9 @@ def layer_sets(
 ) -> tuple[LayerSet, ...]:
     """Return the layer sets of an engine for which `refusal` returns None.
 
-    `model_heads`: the result of `most_kv_heads`. `has_own_draft`: whether there is a draft model
-    without MLA. The order is the same in every engine of the model: layers without a window come
-    first, then by window, then by shape.
+    `model_heads`: the result of `most_kv_heads`, for the model or its draft, whichever has more.
+    `has_own_draft`: whether there is a draft model without MLA. The order is the same in every
+    engine of the model: layers without a window come first, then by window, then by shape.
     """
     members: dict[tuple[Any, ...], list[tuple[str, int]]] = {}
     specs: dict[tuple[Any, ...], tuple[KVCacheSpec, KVCacheSpec]] = {}
@@ -366,7 +372,7 @@ def layer_sets(
         for name, spec in of_group:
             first_name, first = of_group[0]
             is_first = sizes.get(name) == sizes.get(first_name)
-            kind = (*_likeness(first), 0 if is_first else sizes[name])
+            kind = (*_likeness(first), 0 if is_first else sizes.get(name, 0))
             members.setdefault(kind, []).append((name, group_id))
             specs.setdefault(kind, (first, spec))
     latent = sum(isinstance(spec, MLAAttentionSpec) for _, spec in specs.values())

@@ -36,6 +36,7 @@ from kvshare.chunks.layers import (
     LayerSet,
     block_bytes,
     layer_sets,
+    layer_sets_of,
     most_kv_heads,
     own_tp_size,
     readable_tp_sizes,
@@ -70,6 +71,7 @@ def engine(**more: Any) -> Any:
     fields: dict[str, dict[str, Any]] = {
         "parallel_config": {
             "pipeline_parallel_size": 1,
+            "tensor_parallel_size": 1,
             "decode_context_parallel_size": 1,
             "distributed_executor_backend": "mp",
             "world_size": 2,
@@ -349,6 +351,24 @@ def test_most_kv_heads_returns_the_largest_count_of_any_layer(
     text = PretrainedConfig(num_attention_heads=32, **{"num_key_value_heads": 4, **more})
     model = SimpleNamespace(hf_text_config=text, get_total_num_kv_heads=lambda: 4)
     assert most_kv_heads(model) == expected
+
+
+def test_ranks_with_equal_heads_of_the_model_and_others_of_its_draft_store_each_their_own() -> None:
+    """On four ranks the layers of both have one head each, so they are one layer set."""
+    config = engine(tensor_parallel_size=4)
+    config.model_config, draft = (model_of(heads=2), model_of(heads=4))
+    one_head = cache(replace(FULL, num_kv_heads=1))
+    (alone,) = layer_sets_of(config, one_head)
+    assert alone.own_shard_name(Rank(0, 4)) == alone.own_shard_name(Rank(1, 4))
+    config.speculative_config = SimpleNamespace(draft_model_config=draft)
+    (both,) = layer_sets_of(config, one_head)
+    assert len({both.own_shard_name(Rank(rank, 4)) for rank in range(4)}) == 4
+
+
+def model_of(heads: int) -> Any:
+    """Return the fields of a ModelConfig that count its KV heads."""
+    text = PretrainedConfig(num_attention_heads=8, num_key_value_heads=heads)
+    return SimpleNamespace(hf_text_config=text, get_total_num_kv_heads=lambda: heads, use_mla=False)
 
 
 def test_shard_names_are_unique_and_replicas_share_one() -> None:
