@@ -129,8 +129,8 @@ class LayerSet:
     """For recurrent layers: what their state consists of. Each rank's part of it counts as one
     head, so `total_heads` is the number of different parts."""
     page_bytes: int = 0
-    """If other layers of the group come first, with blocks of another size: that of these layers.
-    Of their heads, a rank's part counts as one in `total_heads`."""
+    """0 for the first shape of a cache group. For another one, the bytes of a block, all that the
+    scheduler half knows of it. Then a rank's heads count as one in `total_heads`."""
     is_opaque: bool = False
     """Whether a block is more than the KV of its tokens one after the other. Only the worker half
     knows for sure; the other half may take further layers for such."""

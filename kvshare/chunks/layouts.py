@@ -20,9 +20,9 @@ from kvshare.compat import has_packed_layouts, packed_layout
 logger = logging.getLogger(__name__)
 
 _MULTI_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
-# In a packed layout vLLM does not divide a block if a kernel takes smaller ones only: it refuses to
-# start. All kernels that may get such layers take these sizes.
-_MOST_BLOCK_TOKENS = 64
+# In a packed layout vLLM gives kernels whole blocks, even if they take smaller ones only. All kernels
+# for blocks of these sizes take both. Of larger ones, ROCm's do not take 64, nor FlashInfer's 48.
+_BLOCK_TOKENS = (16, 32)
 # The fields of models that give their window layers another shape, and the usual ones.
 _WINDOW_HEADS = "swa_num_key_value_heads"
 _WINDOW_KEYS = "swa_head_dim"
@@ -65,7 +65,7 @@ def _needs_packing(vllm_config: Any) -> bool:
         return False
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         return False  # all layers are one group
-    if model.use_mla or model.is_hybrid or (cache.block_size or 0) > _MOST_BLOCK_TOKENS:
+    if model.use_mla or model.is_hybrid or cache.block_size not in _BLOCK_TOKENS:
         return False
     models = [model]
     draft = option(vllm_config.speculative_config, "draft_model_config")
