@@ -14,7 +14,7 @@ from lab.servers.engine_forks import EngineForks
 from lab.servers.engines import EngineProcess, kv_argument
 from lab.servers.openai_client import counters
 from tests.conftest import LOGS, engines
-from tests.engines.chat import complete, stored_kv
+from tests.engines.chat import complete, counting, stored_kv
 from tests.releases import needs_packed_layouts
 
 # On V1: Triton's interpreter cannot run a kernel of V2's speculative decoding.
@@ -91,8 +91,7 @@ def test_second_engine_loads_the_kv_of_both_models_and_accepts_as_many_guesses(
     cold = fleet.accepted(fleet.first, prompts)
     assert cold > 0.5, "the draft model guesses too badly for a comparison"
     assert stored_kv(fleet.root, DRAFT_PARTS)
-    before = counters(fleet.second.base_url)["kvshare_tokens_total", "loaded"]
-    warm = fleet.accepted(fleet.second, prompts)
-    loaded = counters(fleet.second.base_url)["kvshare_tokens_total", "loaded"] - before
-    assert loaded == sum(length - 1 for length in LENGTHS)
+    with counting(fleet.second) as gained:
+        warm = fleet.accepted(fleet.second, prompts)
+    assert gained["kvshare_tokens/loaded"] == sum(length - 1 for length in LENGTHS)
     assert warm >= 0.95 * cold
