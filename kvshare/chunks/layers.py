@@ -535,7 +535,8 @@ def readable_tp_sizes(sets: Sequence[LayerSet], tp_size: int) -> tuple[int, ...]
 
 def _is_bound(sets: Sequence[LayerSet]) -> bool:
     """Return whether a rank's parts are of use to the same rank of an equally large engine only."""
-    return has_states(sets) or any(each.page_bytes and each.total_heads > 1 for each in sets)
+    has_heads = any(each.total_heads > 1 for each in sets)
+    return has_states(sets) or (has_heads and any(each.page_bytes for each in sets))
 
 
 def has_states(sets: Sequence[LayerSet]) -> bool:

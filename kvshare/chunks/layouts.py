@@ -20,8 +20,8 @@ from kvshare.compat import has_packed_layouts, packed_layout
 logger = logging.getLogger(__name__)
 
 _MULTI_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
-# In a packed layout vLLM gives kernels whole blocks, even those that take smaller ones only. A kernel
-# that takes one of these sizes takes it whole. Others may not: ROCm's 64 tokens, FlashInfer's 48.
+# In a packed layout vLLM gives kernels whole blocks, also those that take smaller ones only. All
+# that work with blocks of these sizes take them whole, but some of ROCm's do not take 64.
 _BLOCK_TOKENS = (16, 32)
 # The fields of models that give their window layers another shape, and the usual ones.
 _WINDOW_HEADS = "swa_num_key_value_heads"

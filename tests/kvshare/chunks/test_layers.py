@@ -327,6 +327,12 @@ def test_shapes_of_one_group_are_layer_sets_that_both_halves_agree_on(
 
 
 @needs_packed_layouts
+def test_single_rank_with_a_draft_of_another_shape_reads_no_other_size() -> None:
+    sets = layer_sets(one_group(FULL, GQA_DRAFT), 1, HEADS, has_own_draft=True)
+    assert (own_tp_size(sets, 1), readable_tp_sizes(sets, 1)) == (1, (1,))
+
+
+@needs_packed_layouts
 def test_draft_without_mla_beside_mla_is_refused_if_no_option_says_that_it_is_a_draft() -> None:
     """Each rank would be taken to hold all of it."""
     assert "not a draft model's" in (refusal(engine(), one_group(MLA, GQA_DRAFT)) or "")
