@@ -6,11 +6,12 @@ import sys
 from collections.abc import Callable
 from copy import deepcopy
 from functools import cache
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import get_kv_connector_cache_layout
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 
 from kvshare.chunks import layouts
@@ -124,9 +125,7 @@ def test_draft_of_another_shape_counts(read: ReadConfig) -> None:
     assert layout_for(config) == "BLNHC"
 
 
-def test_only_engines_that_can_start_with_it_are_asked_for_it(
-    read: ReadConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_engines_that_can_start_with_it_are_asked_for_it(read: ReadConfig) -> None:
     one_group = read(GEMMA_4)
     one_group.scheduler_config.disable_hybrid_kv_cache_manager = True
     assert layout_for(one_group) is None
@@ -137,8 +136,26 @@ def test_only_engines_that_can_start_with_it_are_asked_for_it(
     on_cpu = read(GEMMA_4)
     on_cpu.device_config.device_type = "cpu"
     assert layout_for(on_cpu) is None
-    monkeypatch.setitem(sys.modules, layouts._MULTI_CONNECTOR, ModuleType("any"))
-    assert layout_for(read(GEMMA_4)) is None, "another child may ask for another layout"
+
+
+def test_below_multi_connector_another_connector_chooses_the_layout(read: ReadConfig) -> None:
+    """vLLM refuses to start if two of them ask for different ones."""
+    config = read(GEMMA_4)
+    ours = config.kv_transfer_config
+    children = [
+        {
+            "kv_connector": ours.kv_connector,
+            "kv_connector_module_path": ours.kv_connector_module_path,
+            "kv_role": "kv_both",
+        },
+        {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"},
+    ]
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"connectors": children},
+    )
+    assert get_kv_connector_cache_layout(config) == "LBHNC"
 
 
 def test_configuration_of_an_unknown_form_asks_for_no_layout() -> None:
