@@ -9,7 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from kvshare.chunks.facts import KVFacts
-from kvshare.chunks.prefix import Chunk, ChunkKey, Grid, tail_of
+from kvshare.chunks.prefix import Chunk, ChunkKey, Grid, names_state, tail_of
 from kvshare.chunks.recent_keys import RecentKeys
 from kvshare.messages import Piece, Report
 from kvshare.scheduler.events import BlockEvents
@@ -48,7 +48,8 @@ class Progress:
     """The number of chunks that workers had ever reported as lost when the request was first
     seen."""
     has_gap: bool = False
-    """A chunk is not saved. No chunk after it is saved, because no reader could use it."""
+    """A chunk is not saved. No chunk after it is saved, because no reader could use it. A state is
+    no such chunk: later ones need only the chunks before them."""
     prompt_tokens: int = 0
     """The length of the prompt when `due_tokens` was computed."""
     due_tokens: int = 0
@@ -266,7 +267,11 @@ class SavePlan:
         self._stored.lost(lost)
         for key in lost:
             progress = self._budget.owner(key)
-            if progress is not None:
+            if progress is None:
+                continue
+            if names_state(key):
+                progress.state_tokens = 0  # the next one is due as if none were stored
+            else:
                 self._stop(progress)
         self._budget.ended(report.ended)
         if self._events is not None:

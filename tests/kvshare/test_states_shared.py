@@ -290,6 +290,30 @@ def test_random_prompts_and_store_damage_give_right_tokens(
         ask(engine, dice, stem, turn)
 
 
+# --- states that are not stored ---
+
+
+@each_kind
+def test_chunks_and_states_behind_a_state_that_the_store_refused_are_stored(
+    gated: StartEngine, specs: Sequence[KVCacheSpec]
+) -> None:
+    """A later state needs the chunks before it, and no earlier state."""
+    p, d = pair(gated, specs, chunk_tokens=3 * BLOCK)
+    GatedFileSystem.broken.add(f"move {states_of(p, LONG[: 3 * BLOCK + 1])[-1]}")
+    p.add(make_request("p", LONG, 1))
+    p.step()
+    settle(p)
+    assert GatedFileSystem.failed == 1
+    p.run_out()
+    assert serve(d, LONG).computed_prompt_tokens == len(LONG) - ENDS
+
+
+def settle(engine: ToyEngine) -> None:
+    """Wait until all saves have ended, so that the next step reports them."""
+    while engine.transfer.in_flight:
+        engine.transfer.wait_idle()
+
+
 # --- options of the store ---
 
 
@@ -364,7 +388,7 @@ def test_d_computes_only_what_follows_the_last_state(
     assert "blocks/failed" not in d.counts
 
 
-def states_of_end(engine: ToyEngine, prompt: Sequence[int]) -> list[str]:
+def states_of(engine: ToyEngine, prompt: Sequence[int]) -> list[str]:
     """Return the part after the namespace of the keys of the state at the end of `prompt`."""
     facts = engine.connector.scheduler._facts
     *_, last = prompt_chunks(make_request("x", prompt), facts.grid, facts.hash_function)
@@ -378,7 +402,7 @@ def test_d_does_not_wait_for_a_state_that_the_store_refused(
     gated: StartEngine, specs: Sequence[KVCacheSpec]
 ) -> None:
     p, d = pair(gated, specs)
-    GatedFileSystem.broken.add(f"move {states_of_end(p, LONG)[-1]}")
+    GatedFileSystem.broken.add(f"move {states_of(p, LONG)[-1]}")
     check_d_gives_up(p, d)
 
 
