@@ -31,12 +31,18 @@ class SavePolicy:
     """Finds the limit of each request. Ownership: vLLM's scheduler thread."""
 
     def __init__(
-        self, config: "KVConfig", hash_function: HashFunction, *, only_saves: bool
+        self,
+        config: "KVConfig",
+        hash_function: HashFunction,
+        *,
+        only_saves: bool,
+        can_hold_state: bool = True,
     ) -> None:
         """Take the rules from `config`. `hash_function`: vLLM's own, for the names of tails.
-        `only_saves`: by its role the engine loads nothing.
+        `only_saves`: by its role the engine loads nothing. `can_hold_state`: see save_budget.py.
         """
         self._only_saves = only_saves
+        self._can_hold_state = can_hold_state
         self._save_after = config.save_after
         self._save_min_tokens = config.save_min_tokens
         self._saves_answers = config.save_answers
@@ -49,6 +55,8 @@ class SavePolicy:
         asked = requested_save(request.kv_transfer_params, _SAVE_FIELD)
         if asked is False:
             return Limit(0, "request")
+        if not self._can_hold_state:
+            return Limit(0, "buffer_bytes")
         if not (asked or self.is_for_decode(request)):
             if stored_tokens(request, grid) < self._save_min_tokens:
                 return Limit(0, "save_min_tokens")

@@ -25,6 +25,7 @@ from kvshare.chunks.facts import KVFacts, kv_facts, kv_namespace
 from kvshare.chunks.layers import LayerSet, is_shareable
 from kvshare.chunks.prefix import ChunkKey, Grid, covered_tokens, is_mixed
 from kvshare.chunks.recent_keys import RecentKeys
+from kvshare.chunks.slabs import steps_state_bytes
 from kvshare.compat import states_of_step
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.messages import Orders, Piece, Report, is_prefilled_elsewhere
@@ -35,13 +36,18 @@ from kvshare.scheduler.load_or_compute import LoadOrCompute
 from kvshare.scheduler.load_plan import Loading, LoadPlan
 from kvshare.scheduler.lookups import Lookups, PrefixLookup
 from kvshare.scheduler.pieces import BlocksOfGroups, Pieces
-from kvshare.scheduler.save_budget import SaveBudget, log_limit, most_ordered_bytes
+from kvshare.scheduler.save_budget import (
+    SaveBudget,
+    can_hold_state,
+    log_limit,
+    most_ordered_bytes,
+)
 from kvshare.scheduler.save_policy import SavePolicy
 from kvshare.scheduler.saves import Progress, SavePlan
 from kvshare.scheduler.siblings import Siblings
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import SchedulerConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -86,7 +92,12 @@ class KVScheduler:
         limit_bytes = most_ordered_bytes(config.buffer_bytes, chunk_bytes)
         budget = SaveBudget[Progress](limit_bytes, clock_s)
         only_saves = facts.saves and not facts.loads
-        policy = SavePolicy(config, facts.hash_function, only_saves=only_saves)
+        policy = SavePolicy(
+            config,
+            facts.hash_function,
+            only_saves=only_saves,
+            can_hold_state=can_hold_state(config.buffer_bytes, chunk_bytes, facts.state_bytes),
+        )
         self._facts = facts
         self._engine = engine
         self._idle_steps = IdleSteps(facts.max_steps_in_flight)
@@ -131,7 +142,7 @@ class KVScheduler:
             mark_of=lambda found: tp_size_key(found.kind, found.digest, facts.tp_size),
         )
         facts = replace(facts, namespace=namespace.digest)
-        _log_start(config, facts, engine, vllm_config.scheduler_config.max_num_batched_tokens)
+        _log_start(config, facts, engine, vllm_config.scheduler_config)
         events = _block_events(vllm_config, kv_cache_config, config, facts)
         half = cls(config, facts, engine, events=events)
         half.learn_tp_sizes(config.io_timeout_s)
@@ -485,9 +496,9 @@ class KVScheduler:
 
 
 def _log_start(
-    config: KVConfig, facts: KVFacts, engine: TransferEngine, most_step_tokens: int
+    config: KVConfig, facts: KVFacts, engine: TransferEngine, steps: "SchedulerConfig"
 ) -> None:
-    """Log what this engine shares. `most_step_tokens`: the most tokens that a step computes."""
+    """Log what this engine shares. `steps`: the limits of a step."""
     log_sharing("KV blocks", config, facts.namespace, saves=facts.saves, loads=facts.loads)
     if facts.saves or facts.loads:
         log_host_cache(engine.host)
@@ -497,7 +508,16 @@ def _log_start(
             config.buffer_bytes,
             facts.chunk_bytes(facts.grid.chunk_blocks),
             facts.grid.chunk_tokens,
-            most_step_tokens,
+            steps.max_num_batched_tokens,
+            (
+                facts.state_bytes,
+                steps_state_bytes(
+                    facts.state_bytes,
+                    facts.grid.block_tokens,
+                    steps.max_num_batched_tokens,
+                    steps.max_num_seqs,
+                ),
+            ),
         )
 
 

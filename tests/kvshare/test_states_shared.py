@@ -284,7 +284,7 @@ def test_random_prompts_and_store_damage_give_right_tokens(
             runner=dice.choice(RUNNERS),
             max_num_batched_tokens=dice.choice([9, 30, 2048]),
             max_num_seqs=8,
-            store=chunked(chunk_blocks, buffer_bytes=dice.choice([1, 1 << 20])),
+            store=chunked(chunk_blocks, buffer_bytes=dice.choice([40_000, 1 << 20])),
             specs=specs,
         )
         ask(engine, dice, stem, turn)
@@ -312,6 +312,29 @@ def settle(engine: ToyEngine) -> None:
     """Wait until all saves have ended, so that the next step reports them."""
     while engine.transfer.in_flight:
         engine.transfer.wait_idle()
+
+
+@each_kind
+def test_engine_whose_buffer_holds_no_state_stores_nothing_and_says_so_once(
+    start: StartEngine,
+    tmp_path: Path,
+    specs: Sequence[KVCacheSpec],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No chunk could be loaded without a state."""
+    engine = start(specs=specs, store=chunked(1, buffer_bytes=12_000), num_blocks=160)
+    for turn in range(3):
+        serve(engine, [turn, *LONG], name=f"r{turn}")
+    assert not objects(tmp_path)
+    assert engine.counts["declined/buffer_bytes"] >= 3 * (len(LONG) // BLOCK)
+    assert caplog.text.count("This engine saves no KV: buffer_bytes is 12000") == 1
+
+
+@each_kind
+def test_d_does_not_wait_for_p_whose_buffer_holds_no_state(
+    gated: StartEngine, specs: Sequence[KVCacheSpec]
+) -> None:
+    check_d_gives_up(*pair(gated, specs, buffer_bytes=12_000))
 
 
 # --- options of the store ---
@@ -342,15 +365,6 @@ def test_engines_that_store_8_bit_floats_store_states_unchanged(
         is_state = sealed.spec.attributes["block_tokens"] == 1  # see docs/format.md
         assert is_state == ("stored_dtype" not in sealed.spec.attributes)
     assert serve(engine(), LONG).computed_prompt_tokens == len(LONG) - ENDS
-
-
-@each_kind
-def test_states_larger_than_the_buffer_are_dropped_and_answers_are_right(
-    start: StartEngine, specs: Sequence[KVCacheSpec]
-) -> None:
-    engine = partial(start, specs=specs, store=chunked(1, buffer_bytes=1), num_blocks=160)
-    for turn in range(3):
-        serve(engine(), [*LONG, turn], name=f"r{turn}")
 
 
 # --- prefill and decode engines ---
