@@ -126,7 +126,7 @@ class SaveBudget(Generic[T]):
         False: there is no room. Then only saves with reserved memory are admitted until memory is
         freed: small saves must not overtake a large one. A save larger than the limit is admitted
         if there is no other. `is_extra`: it does not count to the rest of `owner`, whose reserved
-        memory it leaves alone, and it is not tried again.
+        memory it leaves alone, and others need not wait until there is room for it.
         """
         self._remove_unreported()
         kept_bytes = self._kept.get(owner)

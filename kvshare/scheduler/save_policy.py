@@ -2,7 +2,7 @@
 """Decides how much of each request is stored, by the options and by the request's own fields."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ecshare.plugin.sightings import Sightings, requested_save
@@ -85,6 +85,9 @@ class SavePolicy:
         if self._sightings is None:
             return request.num_prompt_tokens
         end_tokens, is_often = 0, True
+        if grid.has_states:
+            # A hit may end with any block, as long as its state is stored. Such blocks are large.
+            grid = replace(grid, chunk_blocks=1)
         for chunk in prompt_chunks(request, grid, self._hash_function):
             # Every chunk is counted, because a later prompt may differ after any of them.
             is_often = self._sightings.add(chunk.key) >= self._save_after and is_often

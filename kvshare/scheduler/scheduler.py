@@ -30,6 +30,7 @@ from kvshare.compat import states_of_step
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.messages import Orders, Piece, Report, is_prefilled_elsewhere
 from kvshare.scheduler.adapters import Adapter, Adapters
+from kvshare.scheduler.cached_states import CachedStates
 from kvshare.scheduler.events import BlockEvents, publishes_events
 from kvshare.scheduler.hand_over import HandOver
 from kvshare.scheduler.load_or_compute import LoadOrCompute
@@ -107,9 +108,12 @@ class KVScheduler:
             LoadOrCompute(clock_s, facts.state_tokens) if config.load == "if_faster" else None
         )
         self._loads = LoadPlan(facts, pieces, clock_s)
-        self._saves = SavePlan(facts, pieces, stored, self._adapters, events, budget, policy)
-        self._hand_over = HandOver(facts, engine, self._adapters, stored, policy)
         self._siblings = Siblings(facts.grid.block_tokens)
+        self._cached = CachedStates(facts.layer_sets, self._siblings.are_foreign)
+        self._saves = SavePlan(
+            facts, pieces, stored, self._adapters, events, budget, policy, self._cached
+        )
+        self._hand_over = HandOver(facts, engine, self._adapters, stored, policy)
         self._tracked: dict[str, _Tracked] = {}
 
     @classmethod
@@ -151,6 +155,7 @@ class KVScheduler:
     def bind(self, manager: "KVCacheManager") -> None:
         """Use the blocks of `manager`, at start-up."""
         self._loads.bind(manager)
+        self._cached.bind(manager)
 
     def learn_tp_sizes(self, timeout_s: float) -> None:
         """Block until it is known in which tensor-parallel sizes KV is stored, at start-up."""
@@ -488,11 +493,18 @@ class KVScheduler:
                 progress.block_ids = [list(ids) for ids in new.block_ids]
                 end = new.num_computed_tokens + num_scheduled[new.req_id]
                 yield from self._saves.computed(progress, new.num_computed_tokens, end)
-        if not self._facts.grid.has_states:
-            return
+        if self._facts.grid.has_states:
+            yield from self._plan_states(output)
+
+    def _plan_states(self, output: SchedulerOutput) -> Iterable[Piece]:
+        """Yield the pieces of states that this step saves, after all its chunks are planned."""
         for request_id, handed_over in states_of_step(output).items():
-            if request_id in tracked:
-                yield from self._saves.states(tracked[request_id].progress, handed_over)
+            if request_id in self._tracked:
+                yield from self._saves.states(self._tracked[request_id].progress, handed_over)
+        for request_id in output.num_scheduled_tokens:
+            progress = self._progress_of(request_id)
+            if progress is not None and progress.wanted_states:
+                yield from self._saves.waiting_states(progress)
 
 
 def _log_start(
