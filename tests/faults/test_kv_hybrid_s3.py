@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -72,7 +73,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, forks: EngineForks) -> Itera
         storage = server.storage_options | {"endpoint_url": proxy.url}
 
         def sharing(name: str) -> EngineProcess:
-            options = SHORT_WAITS | {"host_cache_dir": f"{hosts}/{name}"}
+            options: dict[str, Any] = {"host_cache_dir": f"{hosts}/{name}", **SHORT_WAITS}
             options["storage_options"] = storage
             return start(name, "--dtype=float32", kv_argument("both", server.url, **options))
 
