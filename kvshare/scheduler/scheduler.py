@@ -322,13 +322,23 @@ class KVScheduler:
                     self._saves.left(self._tracked[request_id].progress)
         self._siblings.scheduled(output, self._progress_of)
         if not self._facts.saves:
-            return Orders(self._facts.namespace, loads, abandoned, is_idle=is_idle)
+            return Orders(
+                self._facts.namespace, loads, abandoned, is_idle=is_idle, kinds=self._facts.kinds
+            )
         leaving: tuple[Piece, ...] = ()
         if self._saves.has_leaving:  # in few steps; the other ones need no look at block tables
             leaving = self._saves.take_leaving(_overwritten(output, self._facts.layer_sets))
         saves = tuple(self._plan_saves(output))
         self._saves.end_step()
-        return Orders(self._facts.namespace, loads, abandoned, saves, leaving, is_idle=is_idle)
+        return Orders(
+            self._facts.namespace,
+            loads,
+            abandoned,
+            saves,
+            leaving,
+            is_idle=is_idle,
+            kinds=self._facts.kinds,
+        )
 
     def reported(self, output: KVConnectorOutput) -> None:
         """Process the workers' report: which loads ended, and which chunks the store lacks. Called
