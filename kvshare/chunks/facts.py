@@ -111,9 +111,11 @@ def kv_facts(
     ranks = vllm_config.parallel_config.tensor_parallel_size
     tp_size, tp_sizes = own_tp_size(sets, ranks), readable_tp_sizes(sets, ranks)
     stages = layers_of_stages(vllm_config)
+    # What earlier requests have left in the block of a tail can be erased only token by token.
+    tails = "never" if any(each.is_opaque for each in sets) else config.tails
     return KVFacts(
         namespace="",
-        grid=Grid(cache.block_size, chunk_blocks, tails=config.tails, has_states=has_states(sets)),
+        grid=Grid(cache.block_size, chunk_blocks, tails=tails, has_states=has_states(sets)),
         layer_sets=sets,
         tp_size=tp_size,
         shard_names={

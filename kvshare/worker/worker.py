@@ -355,9 +355,13 @@ def _block_caches(
         layer_set,
         shape.num_blocks,
         shape.block_tokens,
-        erase=shape.erase,
-        as_float8=as_float8,
+        erase=_cannot_erase if layer_set.is_opaque else shape.erase,
+        as_float8=as_float8 and not layer_set.page_bytes,
     )
+
+
+def _cannot_erase(block: Tensor, first_slot: int) -> None:
+    raise NotImplementedError
 
 
 def _learn_layouts(shape: CacheShape, blocks: Sequence[BlockCaches]) -> bool:
@@ -366,6 +370,9 @@ def _learn_layouts(shape: CacheShape, blocks: Sequence[BlockCaches]) -> bool:
         if layer_set.is_recurrent:
             # Only a forward pass writes a state, so the kernels cannot be tried.
             each.layout = shape.check.untried(layer_set.state)
+            continue
+        if layer_set.is_opaque:
+            each.layout = shape.check.untried_layers(name for name, _ in layer_set.layers)
             continue
         # The last blocks, one for each cache group: groups may be one memory.
         block_ids = [shape.num_blocks - 1 - place for place, _ in enumerate(layer_set.groups)]

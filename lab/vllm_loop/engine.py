@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from vllm.config import VllmConfig
 from vllm.distributed.ec_transfer.ec_connector.utils import ECOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
@@ -56,7 +57,7 @@ class EngineLoop:
             assert issubclass(kind, Scheduler), f"{kind} is not vLLM's own scheduler"
             self.scheduler = kind(
                 vllm_config=config,
-                kv_cache_config=kv_cache_config,
+                kv_cache_config=generate_scheduler_kv_cache_config([kv_cache_config]),
                 structured_output_manager=StructuredOutputManager(config),
                 block_size=config.cache_config.block_size,
                 hash_block_size=config.cache_config.block_size,
