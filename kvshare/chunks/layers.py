@@ -179,10 +179,14 @@ class LayerSet:
     @property
     def facts(self) -> list[Any]:
         """The facts that must agree between engines that share this layer set, as JSON values."""
+        return [self.kind, len(self.layers), self.total_heads]
+
+    @property
+    def kind(self) -> str:
+        """How far the layers look back, or what their state consists of; and their blocks' size,
+        if other layers of the group come first."""
         what = self.state or str(self.window)
-        if self.page_bytes:
-            what += f", blocks of {self.page_bytes} bytes"
-        return [what, len(self.layers), self.total_heads]
+        return f"{what}, blocks of {self.page_bytes} bytes" if self.page_bytes else what
 
 
 def refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str | None:
@@ -214,8 +218,8 @@ def is_shareable(
 
 def _option_refusal(vllm_config: "VllmConfig") -> str | None:
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    if parallel.pipeline_parallel_size > 1 or _context_parallel_size(parallel) > 1:
-        return "pipeline and context parallelism are not supported"
+    if _context_parallel_size(parallel) > 1:
+        return "context parallelism is not supported: ranks share the tokens of a block"
     if cache.prefix_caching_hash_algo not in _TRUSTED_HASHES:
         return (
             f"prefix_caching_hash_algo is {cache.prefix_caching_hash_algo}, which needs to be one "
@@ -233,6 +237,8 @@ def _layer_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") 
     specs = {spec for group in kv_cache_config.kv_cache_groups for _, spec in _layers(group)}
     if not specs:
         return "the model has no KV cache"
+    if not all(group.layer_names for group in kv_cache_config.kv_cache_groups):
+        return "a pipeline stage has no layer of a cache group that other stages have layers of"
     for spec in specs:
         why_not = _spec_refusal(spec, cache.block_size)
         if why_not is not None:

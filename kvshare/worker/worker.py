@@ -18,6 +18,7 @@ from ecshare.transfer.device.staging import Staging, is_gpu
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.packing import ZSTD, Packing
 from kvshare.chunks.layers import LayerSet, is_shareable, layer_sets_of
+from kvshare.chunks.stages import kinds_of
 from kvshare.compat import erase_slots, repacks_blocks, vllm_release
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.messages import LoadOrder, Orders, Piece, Report
@@ -230,6 +231,7 @@ class KVWorker:
 
     def load(self, orders: Orders) -> None:
         """Start the loads of `orders`, and end those of requests that have ended."""
+        self._compare(orders)
         if self._loads is None:
             for order in orders.loads:
                 self._refuse(order)
@@ -249,19 +251,37 @@ class KVWorker:
 
     def save(self, orders: Orders) -> None:
         """Start the saves of `orders`; on return their blocks may be refilled, in stream order."""
-        self._save(orders.namespace, orders.saves)
+        self._save(orders, orders.saves)
 
     def save_leaving(self, orders: Orders) -> None:
         """Save blocks that this step may refill; to be called before it does. See `save`."""
-        self._save(orders.namespace, orders.leaving)
+        self._save(orders, orders.leaving)
 
-    def _save(self, namespace: str, pieces: Iterable[Piece]) -> None:
+    def _save(self, orders: Orders, pieces: Iterable[Piece]) -> None:
+        self._compare(orders)
         if self._saves is not None:
-            self._saves.start(namespace, pieces)
+            self._saves.start(orders.namespace, pieces)
             return
         for piece in pieces:
             if self._shards is None or self._shards.writes(piece):
                 self._reports.dropped(piece)
+
+    def _compare(self, orders: Orders) -> None:
+        """Share nothing from now on if the scheduler half has layer sets of other kinds."""
+        if not orders.kinds or self._shape is None:
+            return
+        own = kinds_of(self._shape.layer_sets)
+        if orders.kinds == own:
+            return
+        logger.warning(
+            "kvshare saves and loads nothing: this pipeline stage has layers of other kinds (%s) "
+            "than the first one (%s).",
+            own,
+            orders.kinds,
+        )
+        # There is no load or save yet: all orders of an engine name the same kinds.
+        self._shape = self._shards = self._saves = self._loads = None
+        self._reports.stopped()
 
     def wait_idle(self, orders: Orders) -> None:
         """Wait up to 3 ms for the end of a load or save if the step of `orders` computes

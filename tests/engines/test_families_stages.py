@@ -86,7 +86,8 @@ FAMILIES = {
         {"image": GRID, "video": FRAMES}, ("--dtype=bfloat16",), state_block=544, more=STORY
     ),
 }
-IN_THE_GATE = "internvl"
+IN_THE_GATE = "lfm2-vl"
+"""A hybrid, so that its states go through E, P and D too."""
 
 
 class Fleet(NamedTuple):

@@ -121,6 +121,7 @@ def test_supported_caches_are_not_refused(specs: tuple[Any, ...]) -> None:
     assert refusal(engine(), cache(*specs)) is None
     assert refusal(engine(enable_prefix_caching=False), cache(*specs)) is None
     assert refusal(engine(device_type="cuda"), cache(*specs)) is None
+    assert refusal(engine(pipeline_parallel_size=2), cache(*specs)) is None
     alone = engine(distributed_executor_backend="external_launcher", world_size=1)
     assert refusal(alone, cache(*specs)) is None
 
@@ -146,7 +147,6 @@ class Derived(FullAttentionSpec):
         (engine(), (FULL, replace(STATE, num_speculative_blocks=2)), "speculative"),
         (engine(), (FULL, replace(STATE, block_size=32)), "blocks of 32 tokens"),
         (engine(), (STATE, STATE), "recurrent layers only"),
-        (engine(pipeline_parallel_size=2), (FULL,), "pipeline"),
         (engine(decode_context_parallel_size=2), (FULL,), "context"),
         (engine(prefix_caching_hash_algo="xxhash"), (FULL,), "xxhash"),
         (engine(calculate_kv_scales=True), (FULL,), "calculate_kv_scales"),
