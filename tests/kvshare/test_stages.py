@@ -17,9 +17,11 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 from ecshare.store.keys import Kind, object_key
-from kvshare.chunks.facts import kv_namespace
+from ecshare.transfer.stats import merged
+from kvshare.chunks.facts import kv_facts, kv_namespace
 from kvshare.chunks.layers import AttentionWindow, refusal
 from kvshare.chunks.stages import layers_of_stages
+from kvshare.config import KVConfig
 from kvshare.messages import announcement
 from lab.vllm_loop import RUNNERS, EngineLoop, RunnerName
 from tests.kvshare.toy import (
@@ -121,6 +123,7 @@ class Pipeline(EngineLoop):
             self.models.append(StageModel(each, self.models))
         self.tokens: list[int] = []
         self.announced: Any = None
+        self.counts: dict[str, float] = {}
         cache = generate_scheduler_kv_cache_config(list(caches))
         with patch("kvshare.worker.worker.repacks_blocks", lambda: False):
             super().__init__(config, self.models, cache, runner, caches)
@@ -142,6 +145,10 @@ class Pipeline(EngineLoop):
         return self.tokens
 
     def received(self, outputs: EngineCoreOutputs) -> None:
+        stats = outputs.scheduler_stats
+        if stats and stats.kv_connector_stats:
+            counts = stats.kv_connector_stats
+            self.counts = merged(self.counts, getattr(counts, "data", counts))
         for one in outputs.outputs:
             self.tokens += one.new_token_ids
             self.announced = one.kv_transfer_params or self.announced
@@ -212,6 +219,7 @@ def test_each_stage_loads_its_layers_of_an_equal_pipeline(
     assert reader.serve() == right
     assert writer.num_computed("r") == [len(PROMPT)] * STAGES
     assert reader.num_computed("r") == [1] * STAGES
+    assert reader.counts["tokens/hit"] == reader.counts["tokens/loaded"] == len(PROMPT) - 1
     assert stored(tmp_path) == found
 
 
@@ -225,6 +233,8 @@ def test_chunks_are_missing_if_one_stage_lacks_its_objects(
         path.unlink()
     assert reader.serve() == right
     assert reader.num_computed("r") == [len(PROMPT)] * STAGES
+    assert reader.counts["tokens/queried"]
+    assert not reader.counts.get("tokens/hit"), "no load is ordered"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -255,6 +265,20 @@ def test_engine_with_another_number_of_stages_or_other_ones_has_another_namespac
     assert len({*found}) == 4
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "3,3")
     assert namespace(2) == found[1]
+
+
+def test_saves_reserve_what_the_largest_stage_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler knows the first stage's layers, with `LAYERS` of them here."""
+
+    def chunk_bytes(partition: str) -> int:
+        monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
+        config, chosen = pipeline_config(tmp_path, options(tmp_path)), KVConfig(**options(tmp_path))
+        facts = kv_facts(config, cache_config(8), chosen, can_share=True)
+        return facts.chunk_bytes(64) - facts.chunk_bytes(32)
+
+    assert chunk_bytes("2,4") == 2 * chunk_bytes("3,3") == 2 * chunk_bytes("4,2")
 
 
 def test_engine_without_stages_keeps_its_namespace(tmp_path: Path) -> None:
