@@ -281,6 +281,13 @@ def test_saves_reserve_what_the_largest_stage_needs(
     assert chunk_bytes("2,4") == 2 * chunk_bytes("3,3") == 2 * chunk_bytes("4,2")
 
 
+def test_partition_of_other_layers_stops_no_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "1,2")
+    assert layers_of_stages(pipeline_config(tmp_path, options(tmp_path))) == (6, 6)
+
+
 def test_engine_without_stages_keeps_its_namespace(tmp_path: Path) -> None:
     config = pipeline_config(tmp_path, options(tmp_path), 1)
     assert "stages" not in kv_namespace(config, "").facts
