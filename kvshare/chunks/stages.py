@@ -21,7 +21,12 @@ def layers_of_stages(vllm_config: "VllmConfig") -> tuple[int, ...]:
     if count < 2:
         return ()
     num_layers = vllm_config.model_config.get_total_num_hidden_layers()
-    bounds = [get_pp_indices(num_layers, stage, count) for stage in range(count)]
+    try:
+        bounds = [get_pp_indices(num_layers, stage, count) for stage in range(count)]
+    except ValueError:
+        # VLLM_PP_LAYER_PARTITION fits the layers that the model divides, which are not these.
+        # Objects of a stage with more or fewer layers have another size, and are not loaded.
+        return (num_layers,) * count
     return tuple(end - start for start, end in bounds)
 
 

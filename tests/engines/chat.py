@@ -46,7 +46,17 @@ class Answer:
 
 def ask(server: Server, model: str, content: list[dict[str, Any]], **fields: Any) -> Answer:
     """Send one chat request, greedy; return the answer, whatever its status."""
-    body = {
+    return _post(server, "chat/completions", _chat(model, content, fields))
+
+
+def ask_rank(server: Server, rank: int, model: str, content: list[dict[str, Any]]) -> Answer:
+    """Send one chat request to a data-parallel rank; as `ask`."""
+    headers = {"X-data-parallel-rank": str(rank)}
+    return _post(server, "chat/completions", _chat(model, content, {}), headers)
+
+
+def _chat(model: str, content: list[dict[str, Any]], fields: dict[str, Any]) -> dict[str, Any]:
+    return {
         "model": model,
         "messages": [{"role": "user", "content": content}],
         "max_tokens": 12,
@@ -54,7 +64,6 @@ def ask(server: Server, model: str, content: list[dict[str, Any]], **fields: Any
         "return_token_ids": True,
         **fields,
     }
-    return _post(server, "chat/completions", body)
 
 
 def complete(
@@ -73,11 +82,13 @@ def complete(
     return _post(server, "completions", body)
 
 
-def _post(server: Server, path: str, body: dict[str, Any]) -> Answer:
+def _post(
+    server: Server, path: str, body: dict[str, Any], headers: dict[str, str] | None = None
+) -> Answer:
     request = urllib.request.Request(
         f"{server.base_url}/v1/{path}",
         json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
+        {"Content-Type": "application/json", **(headers or {})},
     )
     try:
         with urllib.request.urlopen(request, timeout=120) as response:

@@ -14,26 +14,31 @@ import pytest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, init_none_hash
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec
 
 from ecshare.store.keys import Kind, object_key
-from kvshare.chunks.facts import kv_namespace
+from ecshare.transfer.stats import merged
+from kvshare.chunks.facts import kv_facts, kv_namespace
 from kvshare.chunks.layers import AttentionWindow, refusal
 from kvshare.chunks.stages import layers_of_stages
+from kvshare.config import KVConfig
 from kvshare.messages import announcement
-from lab.vllm_loop import RUNNERS, EngineLoop, RunnerName
+from lab.vllm_loop import RUNNERS, EngineLoop, Row, RunnerName
 from tests.kvshare.toy import (
     BLOCK,
     LAYERS,
     ToyModel,
     cache_config,
     chunks_for,
+    hybrid,
     kv_of,
     make_request,
     next_token,
     options,
     ours,
+    read_state,
     spec,
+    state_of,
     vllm_config,
     window,
     write_model,
@@ -42,7 +47,7 @@ from tests.kvshare.toy import (
 STAGES = 2
 PROMPT = list(range(3, 3 + 5 * BLOCK + 2))
 MOST_STEPS = 10_000
-KINDS = {"full": (spec(),), "windows": (spec(), window(2 * BLOCK))}
+KINDS = {"full": (spec(),), "windows": (spec(), window(2 * BLOCK)), "hybrid": hybrid()}
 
 
 class StageModel(ToyModel):
@@ -57,18 +62,25 @@ class StageModel(ToyModel):
         row = self.rows[request_id]
         self.num_computed[request_id] += max(0, min(end, row.num_prompt_tokens) - start)
         for position in range(start, end):
-            self.fill(row, position, [len(self._stages), *row.tokens[: position + 1]])
+            self.fill(row, position, [*self.flavour(row), *row.tokens[: position + 1]])
+        self._advance(row, start, end)
         if len(self._stages) < STAGES or end < len(row.tokens):
             return []
-        token = next_token([kv for each in self._stages for kv in each.seen(request_id, end)])
+        token = next_token([it for each in self._stages for it in each.seen(request_id, end)])
         for each in self._stages:  # as the scheduler tells the others
             each.rows[request_id].tokens.append(token)
         return [token]
 
-    def seen(self, request_id: str, end: int) -> list[float]:
-        found = []
+    def flavour(self, row: Row) -> list[int]:
+        return [len(self._stages)]
+
+    def seen(self, request_id: str, end: int) -> list[float | str]:
+        found: list[float | str] = []
         for group, each in enumerate(self.windows):
-            assert each is not None
+            if each is None:
+                block = self._state_block(self.rows[request_id], group, end)
+                found += [read_state(layer, block).hex() for layer in self._groups[group]]
+                continue
             for position in range(each.first_needed(end - 1), end):
                 cells = self._cells(self.rows[request_id], group, position)
                 assert cells.min() == cells.max(), "a token's KV is torn"
@@ -82,7 +94,10 @@ def expected(windows: Sequence[AttentionWindow | None], num_tokens: int) -> list
         seen: list[float | str] = []
         for stage in range(STAGES):
             for group, each in enumerate(windows):
-                assert each is not None
+                if each is None:
+                    states = (state_of([stage + 1, *tokens], group, at) for at in range(LAYERS))
+                    seen += [state.hex() for state in states]
+                    continue
                 first = each.first_needed(len(tokens) - 1)
                 upto = range(first, len(tokens))
                 seen += [kv_of([stage + 1, *tokens[: at + 1]], group) for at in upto]
@@ -116,11 +131,16 @@ class Pipeline(EngineLoop):
         init_none_hash(sha256)
         kv_options = options(folder) | {"host_cache_dir": f"{folder}/{name}"}
         config = pipeline_config(folder, kv_options)
+        if any(isinstance(group.kv_cache_spec, MambaSpec) for group in caches[0].kv_cache_groups):
+            config.cache_config.mamba_cache_mode = "align"  # as vLLM does for hybrids
+            config.cache_config.mamba_block_size = BLOCK
+            config.cache_config.mamba_page_size_padded = spec().page_size_bytes
         self.models: list[StageModel] = []
         for each in caches:
             self.models.append(StageModel(each, self.models))
         self.tokens: list[int] = []
         self.announced: Any = None
+        self.counts: dict[str, float] = {}
         cache = generate_scheduler_kv_cache_config(list(caches))
         with patch("kvshare.worker.worker.repacks_blocks", lambda: False):
             super().__init__(config, self.models, cache, runner, caches)
@@ -142,6 +162,10 @@ class Pipeline(EngineLoop):
         return self.tokens
 
     def received(self, outputs: EngineCoreOutputs) -> None:
+        stats = outputs.scheduler_stats
+        if stats and stats.kv_connector_stats:
+            counts = stats.kv_connector_stats
+            self.counts = merged(self.counts, getattr(counts, "data", counts))
         for one in outputs.outputs:
             self.tokens += one.new_token_ids
             self.announced = one.kv_transfer_params or self.announced
@@ -208,10 +232,13 @@ def test_each_stage_loads_its_layers_of_an_equal_pipeline(
     found = stored(tmp_path)
     sets = ["t0of1", "t0of1-s1"][: len(KINDS[kind])]
     assert found.keys() == {f"{part}-p{stage}of2" for part in sets for stage in range(STAGES)}
-    assert len({*found.values()}) == 1
+    for part in sets:
+        assert found[f"{part}-p0of2"] == found[f"{part}-p1of2"] > 0
     assert reader.serve() == right
+    num_loaded = len(PROMPT) // BLOCK * BLOCK if kind == "hybrid" else len(PROMPT) - 1
     assert writer.num_computed("r") == [len(PROMPT)] * STAGES
-    assert reader.num_computed("r") == [1] * STAGES
+    assert reader.num_computed("r") == [len(PROMPT) - num_loaded] * STAGES
+    assert reader.counts["tokens/hit"] == reader.counts["tokens/loaded"] == num_loaded
     assert stored(tmp_path) == found
 
 
@@ -225,6 +252,8 @@ def test_chunks_are_missing_if_one_stage_lacks_its_objects(
         path.unlink()
     assert reader.serve() == right
     assert reader.num_computed("r") == [len(PROMPT)] * STAGES
+    assert reader.counts["tokens/queried"]
+    assert not reader.counts.get("tokens/hit"), "no load is ordered"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -255,6 +284,27 @@ def test_engine_with_another_number_of_stages_or_other_ones_has_another_namespac
     assert len({*found}) == 4
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "3,3")
     assert namespace(2) == found[1]
+
+
+def test_saves_reserve_what_the_largest_stage_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler knows the first stage's layers, with `LAYERS` of them here."""
+
+    def chunk_bytes(partition: str) -> int:
+        monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
+        config, chosen = pipeline_config(tmp_path, options(tmp_path)), KVConfig(**options(tmp_path))
+        facts = kv_facts(config, cache_config(8), chosen, can_share=True)
+        return facts.chunk_bytes(64) - facts.chunk_bytes(32)
+
+    assert chunk_bytes("2,4") == 2 * chunk_bytes("3,3") == 2 * chunk_bytes("4,2")
+
+
+def test_partition_of_other_layers_stops_no_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "1,2")
+    assert layers_of_stages(pipeline_config(tmp_path, options(tmp_path))) == (6, 6)
 
 
 def test_engine_without_stages_keeps_its_namespace(tmp_path: Path) -> None:

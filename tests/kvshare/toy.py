@@ -336,7 +336,7 @@ class ToyModel(Model):
         """Write the KV and states of these tokens; sample if the last known token is among them."""
         row = self.rows[request_id]
         self._computed(request_id, max(0, min(end, row.num_prompt_tokens) - start))
-        flavour = flavour_of(row.lora_request)
+        flavour = self.flavour(row)
         for position in range(start, end):
             self.fill(row, position, [*flavour, *row.tokens[: position + 1]])
         self._advance(row, start, end)
@@ -359,6 +359,10 @@ class ToyModel(Model):
         assert cells.min() == cells.max(), "a token's KV is torn"
         return float(cells[0, 0, 0])
 
+    def flavour(self, row: Row) -> list[int]:
+        """Return what counts as tokens before those of a request."""
+        return flavour_of(row.lora_request)
+
     def fill(self, row: Row, position: int, tokens: Sequence[int]) -> None:
         """Write the KV of the last of `tokens` to a position of a request."""
         for group, window in enumerate(self.windows):
@@ -376,7 +380,7 @@ class ToyModel(Model):
                 if start:
                     state = read_state(layer, block)
                 else:  # a kernel then ignores what lies there
-                    state = state_of(flavour_of(row.lora_request), group, number)
+                    state = state_of(self.flavour(row), group, number)
                 for token in row.tokens[start:end]:
                     state = next_state(state, token)
                 write_state(layer, block, state)
