@@ -15,7 +15,7 @@ from lab import model_cache
 from lab.servers.engine_forks import EngineForks
 from lab.servers.engines import EngineProcess, ModelRunner, kv_argument
 from tests.conftest import CACHE, LOGS, engines
-from tests.engines.chat import Answer, complete, counting, stored_kv
+from tests.engines.chat import Answer, complete, counting, is_certain, stored_kv
 from tests.engines.runners import on_each_runner
 from tests.releases import needs_offered_states
 from tests.waiting import wait_until
@@ -31,8 +31,6 @@ OPTIONS = {
 }
 BLOCKS = {"lfm2": 128, "qwen3.5-text": 640}  # tokens, as vLLM chooses to fit a state
 LENGTH = 1500
-CERTAIN = 0.1
-"""How far the best token is ahead of the next, in the logarithm of its probability."""
 DAMAGE = ("lost", "corrupt", "swapped")
 
 
@@ -49,18 +47,6 @@ class Fleet(NamedTuple):
         answer = complete(engine, engine.model, prompt, max_tokens)
         assert answer.tokens == complete(self.plain, self.plain.model, prompt, max_tokens).tokens
         return answer
-
-    def is_certain(self, prompt: list[int]) -> bool:
-        """Return whether the plain engine's best token is far ahead of the next at each step.
-
-        In a batch its kernels add numbers up in another order, and of two tokens that are almost
-        equal they choose another one than for a request alone: in one of ten prompts, also without
-        a connector.
-        """
-        answer = complete(self.plain, self.plain.model, prompt, logprobs=2)
-        best_two = answer.body["choices"][0]["logprobs"]["top_logprobs"]
-        ahead = [max(each.values()) - min(each.values()) for each in best_two]
-        return min(ahead) > CERTAIN
 
     def store(self, prompt: list[int], max_tokens: int = 12) -> Answer:
         """Ask the first engine, and return when all KV is stored."""
@@ -139,7 +125,7 @@ def test_prompt_of_whole_blocks_is_loaded_but_for_the_last(fleet: Fleet) -> None
 
 def test_requests_at_once_get_their_own_states(fleet: Fleet) -> None:
     candidates = (prompt_of(number) for number in range(100, 200))
-    prompts = list(islice(filter(fleet.is_certain, candidates), 4))
+    prompts = list(islice(filter(partial(is_certain, fleet.plain), candidates), 4))
     assert len(prompts) == 4
     for prompt in prompts:
         fleet.store(prompt)

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from lab.servers.engines import EngineProcess, kv_argument
 from lab.servers.processes import LOOPBACK
 from lab.servers.s3 import SeaweedFS
 from tests.conftest import CACHE, LOGS, engines
-from tests.engines.chat import complete, counting
+from tests.engines.chat import complete, counting, is_certain
 from tests.faults.failing import Bucket
 from tests.faults.fleet import RECOVERS_WITHIN_S, SHORT_WAITS
 from tests.faults.kv_fleet import MISSES
@@ -38,12 +39,15 @@ class HybridFleet(Bucket):
     plain: EngineProcess
     first: EngineProcess
     second: EngineProcess
-    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _numbers: Iterator[int] = field(default_factory=partial(itertools.count, 3))
 
-    def prompt(self) -> list[int]:
-        """Return another prompt each time."""
-        number = next(self._numbers) + 3
-        return [(7 * place * number + place // 9) % 200 + 20 for place in range(LENGTH)]
+    def prompt(self, max_tokens: int = 12) -> list[int]:
+        """Return another prompt each time, whose answer does not depend on its batch."""
+        for number in self._numbers:
+            prompt = [(7 * place * number + place // 9) % 200 + 20 for place in range(LENGTH)]
+            if is_certain(self.plain, prompt, max_tokens):
+                return prompt
+        raise AssertionError("numbers have no end")
 
     def check(self, engine: EngineProcess, prompt: list[int], max_tokens: int = 12) -> int:
         """Ask `engine`; the tokens are those of the plain one. Return how many were loaded."""
@@ -96,10 +100,11 @@ def test_hybrid_answers_rightly_while_the_server_is_killed_and_comes_back(
     kept, unread, met = fleet.prompt(), fleet.prompt(), fleet.prompt()
     for prompt in (kept, unread):
         fleet.check(fleet.first, prompt)
+    long = [fleet.prompt(LONG_ANSWER) for _ in range(2)]
     with ThreadPoolExecutor() as pool, counting(fleet.second) as gained:
         answering = [
-            pool.submit(fleet.check, engine, fleet.prompt(), LONG_ANSWER)
-            for engine in (fleet.first, fleet.second)
+            pool.submit(fleet.check, engine, prompt, LONG_ANSWER)
+            for engine, prompt in zip((fleet.first, fleet.second), long, strict=True)
         ]
         with fleet.down():
             assert fleet.check(fleet.second, kept) == 0
