@@ -92,7 +92,7 @@ def is_certain(plain: EngineProcess, prompt: list[int], max_tokens: int = 12) ->
     """
     answer = complete(plain, plain.model, prompt, max_tokens, logprobs=2)
     best_two = answer.body["choices"][0]["logprobs"]["top_logprobs"]
-    return min(max(each.values()) - min(each.values()) for each in best_two) > FAR_AHEAD
+    return all(max(each.values()) - min(each.values()) > FAR_AHEAD for each in best_two)
 
 
 def _post(
