@@ -72,11 +72,13 @@ PACKAGING_TESTS := tests/packaging
 packaging: setup
 	$(BIN)/python -m pytest -q -m packaging $(PACKAGING_TESTS)
 
-# Two at a time here too: engines that start leave one core idle. To collect all tests takes a while:
-# tests/conftest.py refuses tests of engines elsewhere.
+# Three at a time: engines that start leave half of two cores idle. The longest files first (as
+# tests/conftest.py sorts them), so that none is left to run alone. To collect all tests takes a
+# while: tests/conftest.py refuses tests of engines elsewhere.
 ENGINE_TESTS := tests/engines tests/benchmarks tests/lab/test_fork_server.py
 engines: setup
-	$(BIN)/python -m pytest -v -n 2 --dist loadfile --durations=40 --durations-min=3 \
+	$(BIN)/python -m pytest -v -n 3 --dist loadfile --no-loadscope-reorder \
+		--durations=40 --durations-min=3 \
 		-m "engine and not models and not nightly" $(ENGINE_TESTS)
 
 # All that the gate has no time for; goes on after a failure, and ends with a table.

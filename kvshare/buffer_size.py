@@ -13,7 +13,13 @@ from ecshare.plugin.compat import option
 from ecshare.plugin.deployment import has_remote_workers
 from ecshare.store.config import GIB
 from kvshare.chunks.layers import block_bytes, layer_sets_of, refusal
-from kvshare.chunks.slabs import chunk_bytes, slab_sizes, state_bytes, steps_bytes
+from kvshare.chunks.slabs import (
+    chunk_bytes,
+    slab_sizes,
+    state_bytes,
+    steps_bytes,
+    steps_state_bytes,
+)
 from kvshare.config import KVConfig
 
 if TYPE_CHECKING:
@@ -35,7 +41,14 @@ def with_default_buffer(
     """Return `config` with the default `buffer_bytes` of this engine; call it if the user set none.
 
     A GPU fills a gigabyte in one step. If a request ends with that step, the chunks without buffer
-    memory are lost. A CPU engine takes many steps to fill it, and its model needs the same memory.
+    memory are lost. So the default holds what two steps compute: two times
+
+        ceil(step tokens / chunk tokens) chunks
+        + min(ceil(step tokens / block tokens), max_num_seqs) states,
+
+    the latter for hybrid models only, one for each prompt that can end with a step. It is at least
+    1 GiB, at most 4 GiB, and for all ranks of a host at most a sixteenth of its memory. A CPU
+    engine takes many steps to fill a gigabyte, and its model needs the same memory.
     Both halves of a connector must compute the same number. So if workers may be on other hosts,
     with other memory, the default is that of a CPU engine.
     """
@@ -57,7 +70,12 @@ def with_default_buffer(
         chunk_blocks * vllm_config.cache_config.block_size,
         vllm_config.scheduler_config.max_num_batched_tokens,
     )
-    wanted += 2 * state_bytes(sets, slab_bytes)  # of one prompt that ends in each step
+    wanted += steps_state_bytes(
+        state_bytes(sets, slab_bytes),
+        vllm_config.cache_config.block_size,
+        vllm_config.scheduler_config.max_num_batched_tokens,
+        vllm_config.scheduler_config.max_num_seqs,
+    )
     affordable = memory_bytes() // _MOST_OF_MEMORY // num_local_ranks(vllm_config)
     num_bytes = max(config.buffer_bytes, min(wanted, _MOST_BYTES, affordable))
     return structs.replace(config, buffer_bytes=num_bytes)

@@ -129,6 +129,35 @@ def states_of_step(output: Any) -> dict[str, list[tuple[int, int, int]]]:
     return dict(option(state, "boundary_state_offloads") or {})
 
 
+def cached_blocks(
+    manager: Any, block_hash: bytes, groups: list[int], num_tokens: int
+) -> dict[int, int]:
+    """Return the block of each cache group in `groups` whose hash in vLLM's prefix cache is that of
+    `num_tokens` tokens; empty if a group has none."""
+    found = manager.block_pool.get_cached_block(block_hash, groups) or ()
+    if any(option(block, "block_hash_num_tokens") != num_tokens for block in found):
+        return {}
+    return {group: block.block_id for group, block in zip(groups, found, strict=False)}
+
+
+def has_packed_layouts() -> bool:
+    """Return whether vLLM has KV cache layouts that pack all layers of a group into a block."""
+    try:
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+    except ImportError:
+        return False
+    return {"BLNHC", "BLHNC"} <= set(KVCacheLayout.__members__)
+
+
+def packed_layout() -> str:
+    """Return the name of the packed layout that most attention backends of this device have."""
+    from vllm.platforms import current_platform
+
+    # FlashInfer and its kin want heads outside tokens on these GPUs.
+    is_blackwell = current_platform.is_device_capability_family(100)
+    return "BLHNC" if is_blackwell else "BLNHC"
+
+
 def repacks_blocks() -> bool:
     """Return whether this device's attention kernels interleave the tokens of a block."""
     from vllm.platforms import current_platform

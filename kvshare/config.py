@@ -48,14 +48,15 @@ class KVConfig(ConnectorConfig, frozen=True, kw_only=True, forbid_unknown_fields
     stored_dtype: Literal["auto", "fp8"] = "auto"
     """How KV is stored: as it is in the cache, or as 8-bit floats, which are half as many bytes as
     a cache of 16 bits. Numbers then come back changed by up to a sixteenth, and answers may change.
-    Saves and loads take more CPU time. See [KV in 8 bits](kv.md#kv-in-8-bits). Only engines with
-    the same value share KV."""
+    Saves and loads take more CPU time. States of hybrid models are stored as they are. See [KV in 8
+    bits](kv.md#kv-in-8-bits). Only engines with the same value share KV."""
 
     compression: Literal["none", "zstd"] = "none"
     """Whether objects in the store are compressed, without loss: about 0.7 of the bytes of a cache
-    of 16 bits, for more CPU time. It pays with stores of less than some 1 GB/s. `zstd` needs
-    `pip install zstandard`, which the extra `zstd` brings. See [Compression](kv.md#compression).
-    Only engines with the same value share KV."""
+    of 16 bits, for more CPU time. States of hybrid models, and 8-bit floats, are stored as they
+    are. It pays with stores of less than some 1 GB/s. `zstd` needs `pip install zstandard`, which
+    the extra `zstd` brings. See [Compression](kv.md#compression). Only engines with the same value
+    share KV."""
 
     def check_dtypes(self, cache_dtypes: Collection[Any]) -> None:
         """Check that KV of these torch dtypes can be stored with these options.

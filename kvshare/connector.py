@@ -137,6 +137,13 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         """Return True: the worker half releases the cache before vLLM frees its memory."""
         return True
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
+        """Return the layout that keeps blocks equal where layers have several shapes."""
+        from kvshare.chunks.layouts import layout_for
+
+        return layout_for(vllm_config)
+
     @guarded(_none, goes_on=True)
     def shutdown(self) -> None:
         """Give jobs in flight a few seconds to end, and stop the I/O thread."""

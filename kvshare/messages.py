@@ -72,6 +72,9 @@ class Orders(KVConnectorMetadata):
     """Requests with a promised load that will not happen: the worker reports it as failed."""
     is_idle: bool = False
     """True if this step computes nothing."""
+    kinds: str = ""
+    """The kinds of the scheduler half's layer sets, which pieces name by number. The scheduler half
+    knows the first pipeline stage only, and another one may have others. Empty: without stages."""
 
 
 @dataclass(frozen=True)
@@ -114,12 +117,14 @@ class Report(KVConnectorWorkerMetadata):
         )
 
 
-def announcement(num_tokens: int, tp_size: int) -> dict[str, Any]:
+def announcement(num_tokens: int, tp_size: int, num_stages: int = 1) -> dict[str, Any]:
     """Return the `kv_transfer_params` that announce the first `num_tokens`: stored, or being saved.
 
     `tp_size`: the tensor-parallel size in which this engine stores them; see shards.py.
+    `num_stages`: of its pipeline.
     """
-    return {"kvshare": {"num_tokens": num_tokens, "size": tp_size}}
+    stages = {"stages": num_stages} if num_stages > 1 else {}
+    return {"kvshare": {"num_tokens": num_tokens, "size": tp_size, **stages}}
 
 
 def is_for_decode(request: "Request") -> bool:
@@ -153,17 +158,20 @@ def announced_tp_size(request: "Request") -> int:
     return size if isinstance(size, int) and not isinstance(size, bool) else 0
 
 
-def announced_tokens(request: "Request") -> int:
+def announced_tokens(request: "Request", num_stages: int = 1) -> int:
     """Return the number of announced tokens of `request`; 0 if there are none, or it is invalid.
 
+    `num_stages`: of this engine's pipeline. What others store, it cannot load and does not await.
     docs/format.md describes the two forms. A client may send either. A false announcement makes
     only this request wait, for `wait_s` at most.
     """
     ours = _announced(request)
-    if len(ours.keys() - {"size"}) != 1:
+    if len(ours.keys() - {"size", "stages"}) != 1:
         return 0
     if ours.get("streamed") is True:
         return request.num_prompt_tokens - 1
+    if ours.get("stages", 1) != num_stages:
+        return 0
     num_tokens = ours.get("num_tokens")
     if not isinstance(num_tokens, int) or isinstance(num_tokens, bool):
         return 0

@@ -18,7 +18,12 @@ METRICS: MetricTable = {
     "declined": Metric(
         "declined",
         "KV blocks and prompt tails that were not saved, by the rule that excludes them.",
-        {"rule": ("save_after", "save_min_tokens", "save_answers", "request", "other_connector")},
+        {
+            "rule": (
+                *("save_after", "save_min_tokens", "save_answers", "buffer_bytes"),
+                *("request", "other_connector"),
+            )
+        },
     ),
     "tokens": Metric(
         "tokens",

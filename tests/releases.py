@@ -35,3 +35,6 @@ needs_adapter_hashes = pytest.mark.skipif(
 loads_may_hang = pytest.mark.skipif(
     VLLM < (0, 31), reason="until 0.31 vLLM may wait for ever where loads fill its cache"
 )
+needs_packed_layouts = pytest.mark.skipif(
+    VLLM < (0, 32), reason="vLLM packs layers of several shapes into one block since 0.32"
+)

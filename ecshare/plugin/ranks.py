@@ -14,6 +14,8 @@ class Rank:
     pp_rank: int = 0
     pcp_rank: int = 0
     """The rank in prefill context parallelism."""
+    pp_size: int = 1
+    """The number of pipeline stages; `pp_rank` is this worker's."""
 
     @property
     def is_writer(self) -> bool:
@@ -35,4 +37,5 @@ def worker_rank(vllm_config: Any) -> Rank:
         tp_size=parallel.tensor_parallel_size,
         pp_rank=get_pp_group().rank_in_group,
         pcp_rank=get_pcp_group().rank_in_group,
+        pp_size=parallel.pipeline_parallel_size,
     )

@@ -28,6 +28,7 @@ from kvshare.chunks.layers import (
 )
 from kvshare.chunks.prefix import Chunk, Grid, HashFunction
 from kvshare.chunks.slabs import SlabBytes, chunk_bytes, slab_sizes, state_bytes
+from kvshare.chunks.stages import kinds_of, layers_of_stages, parts_of_stages
 from kvshare.compat import cpu_attention_kernel, device_name, layout_generation, repacks_blocks
 
 if TYPE_CHECKING:
@@ -52,8 +53,8 @@ class KVFacts:
     tp_size: int
     """The tensor-parallel size in which the engine stores chunks; see shards.py."""
     shard_names: Mapping[int, tuple[str, ...]]
-    """For each tensor-parallel size that the engine can read, the names of a chunk's shards. A
-    chunk is stored if all shards of one size are."""
+    """For each tensor-parallel size that the engine can read, the names of a chunk's shards, of all
+    pipeline stages. A chunk is stored if all shards of one size are."""
     slab_bytes: SlabBytes
     hash_function: HashFunction
     """vLLM's own, which computes the block hashes."""
@@ -67,6 +68,10 @@ class KVFacts:
     """See `IdleSteps`."""
     state_names: tuple[str, ...] = ()
     """The names of a state's objects; empty: the model has no recurrent layers."""
+    num_stages: int = 1
+    """The number of pipeline stages."""
+    kinds: str = ""
+    """See `Orders`."""
 
     def names_of(self, chunk: Chunk, tp_size: int) -> tuple[str, ...]:
         """Return the names of the objects of `chunk` that engines of `tp_size` store."""
@@ -105,21 +110,35 @@ def kv_facts(
     sets = layer_sets_of(vllm_config, kv_cache_config) if can_share else ()
     ranks = vllm_config.parallel_config.tensor_parallel_size
     tp_size, tp_sizes = own_tp_size(sets, ranks), readable_tp_sizes(sets, ranks)
+    stages = layers_of_stages(vllm_config)
+    # What earlier requests have left in the block of a tail can be erased only token by token.
+    tails = "never" if any(each.is_opaque for each in sets) else config.tails
     return KVFacts(
         namespace="",
-        grid=Grid(cache.block_size, chunk_blocks, tails=config.tails, has_states=has_states(sets)),
+        grid=Grid(cache.block_size, chunk_blocks, tails=tails, has_states=has_states(sets)),
         layer_sets=sets,
         tp_size=tp_size,
-        shard_names={each: shard_names_of(sets, each) for each in tp_sizes},
-        slab_bytes=slab_sizes([block_bytes(kv_cache_config, each) for each in sets]),
+        shard_names={
+            each: parts_of_stages(shard_names_of(sets, each), len(stages)) for each in tp_sizes
+        },
+        slab_bytes=slab_sizes(
+            [_most_block_bytes(block_bytes(kv_cache_config, each), stages) for each in sets]
+        ),
         hash_function=get_hash_fn_by_name(cache.prefix_caching_hash_algo),
         saves=role.is_kv_producer and can_share,
         loads=role.is_kv_consumer and can_share,
         numbers_media=names_media_by_request(vllm_config),
         store_source="disk" if config.folder else UNSPECIFIED_SOURCE,
         max_steps_in_flight=max_steps_in_flight(vllm_config),
-        state_names=state_names_of(sets, tp_size),
+        state_names=parts_of_stages(state_names_of(sets, tp_size), len(stages)),
+        num_stages=max(1, len(stages)),
+        kinds=kinds_of(sets) if stages else "",
     )
+
+
+def _most_block_bytes(num_bytes: int, stages: Sequence[int]) -> int:
+    """Return at least the bytes of a block in any stage; `num_bytes`: in the first one."""
+    return -(-num_bytes * max(stages) // stages[0]) if stages else num_bytes
 
 
 def kv_namespace(  # noqa: PLR0913 — one parameter for each fact that our options decide
@@ -156,7 +175,10 @@ def kv_namespace(  # noqa: PLR0913 — one parameter for each fact that our opti
         "context": _context_facts(model),
         "draft": _draft_facts(vllm_config),
     }
+    stages = layers_of_stages(vllm_config)
     # Defaults are left out, so that older engines, which lack these options, share the namespace.
+    if stages:
+        facts |= {"stages": list(stages)}
     if stored_dtype != "auto":
         facts |= {"stored_dtype": stored_dtype}
     if compression != "none":

@@ -9,13 +9,19 @@ Layers with full attention need all tokens of a prefix, and vLLM keeps all their
 an attention window need only the last tokens of a prefix, and vLLM frees the blocks before those.
 For such layers a chunk holds only the blocks that a prefix which ends in it, or later, can need.
 
+The layers of one cache group may have several shapes: a draft model's beside the target's, or the
+indexer of sparse attention beside its latent vectors. Each shape is a layer set of its own, in the
+same blocks. vLLM gives the scheduler process the spec of a group's first layer only, but the sizes
+of all layers' blocks. So layer sets are made of these alone, and are equal in both halves. Of a
+shape that the scheduler half does not know, a rank's part is never divided.
+
 The states of recurrent layers are stored apart from chunks: see `state_of` in prefix.py.
 """
 
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import (
@@ -33,6 +39,7 @@ from vllm.v1.kv_cache_interface import (
 from ecshare.plugin.compat import option
 from ecshare.plugin.deployment import deployment_refusal
 from ecshare.plugin.ranks import Rank
+from kvshare.chunks.layouts import layout_advice
 from kvshare.chunks.prefix import Chunk
 from kvshare.chunks.shards import (
     ShardSlice,
@@ -121,6 +128,12 @@ class LayerSet:
     state: str = ""
     """For recurrent layers: what their state consists of. Each rank's part of it counts as one
     head, so `total_heads` is the number of different parts."""
+    page_bytes: int = 0
+    """0 for the first shape of a cache group. For another one, the bytes of a block, all that the
+    scheduler half knows of it. Then a rank's heads count as one in `total_heads`."""
+    is_opaque: bool = False
+    """Whether a block is more than the KV of its tokens one after the other. Only the worker half
+    knows for sure; the other half may take further layers for such."""
 
     @property
     def is_recurrent(self) -> bool:
@@ -166,7 +179,14 @@ class LayerSet:
     @property
     def facts(self) -> list[Any]:
         """The facts that must agree between engines that share this layer set, as JSON values."""
-        return [self.state or str(self.window), len(self.layers), self.total_heads]
+        return [self.kind, len(self.layers), self.total_heads]
+
+    @property
+    def kind(self) -> str:
+        """How far the layers look back, or what their state consists of; and their blocks' size,
+        if other layers of the group come first."""
+        what = self.state or str(self.window)
+        return f"{what}, blocks of {self.page_bytes} bytes" if self.page_bytes else what
 
 
 def refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str | None:
@@ -198,8 +218,8 @@ def is_shareable(
 
 def _option_refusal(vllm_config: "VllmConfig") -> str | None:
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    if parallel.pipeline_parallel_size > 1 or _context_parallel_size(parallel) > 1:
-        return "pipeline and context parallelism are not supported"
+    if _context_parallel_size(parallel) > 1:
+        return "context parallelism is not supported: ranks share the tokens of a block"
     if cache.prefix_caching_hash_algo not in _TRUSTED_HASHES:
         return (
             f"prefix_caching_hash_algo is {cache.prefix_caching_hash_algo}, which needs to be one "
@@ -217,19 +237,25 @@ def _layer_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") 
     specs = {spec for group in kv_cache_config.kv_cache_groups for _, spec in _layers(group)}
     if not specs:
         return "the model has no KV cache"
+    if not all(group.layer_names for group in kv_cache_config.kv_cache_groups):
+        return "a pipeline stage has no layer of a cache group that other stages have layers of"
     for spec in specs:
         why_not = _spec_refusal(spec, cache.block_size)
         if why_not is not None:
             return why_not
+        if spec.block_size != cache.block_size:
+            return (
+                f"some layers have blocks of {spec.block_size} tokens and others of "
+                f"{cache.block_size}: {layout_advice(vllm_config)}"
+            )
     if all(isinstance(spec, MambaSpec) for spec in specs):
         return "the model has recurrent layers only"
-    for group in kv_cache_config.kv_cache_groups:
-        if len({_likeness(spec) for _, spec in _layers(group)}) > 1:
-            # Only workers see this: the scheduler process gets the spec of one layer per group.
-            return "some layers of one cache group have blocks of another shape than others"
-    latent = [spec for spec in specs if isinstance(spec, MLAAttentionSpec)]
+    why_not = _shapes_refusal(vllm_config, kv_cache_config)
+    if why_not is not None:
+        return why_not
+    latent = {spec for spec in _first_specs(kv_cache_config) if isinstance(spec, MLAAttentionSpec)}
     if len(latent) > 1:
-        return "the model keeps several kinds of MLA caches"
+        return "the model keeps several kinds of MLA caches, in several cache groups"
     if latent and not (cache.enable_prefix_caching or scheduling.enable_chunked_prefill):
         # vLLM turns both off where its kernel cannot continue a prompt: it would then compute the
         # rest of a partly loaded prompt as if nothing came before it.
@@ -237,6 +263,31 @@ def _layer_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") 
             "prefix caching and chunked prefill are off, which for MLA means that a prompt cannot "
             "be continued"
         )
+    return None
+
+
+def _shapes_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str | None:
+    """Return why the layers of a cache group cannot be shared together; None if they can.
+
+    Only workers know all of it: the scheduler process gets the spec of one layer per group.
+    """
+    sizes = _block_sizes(kv_cache_config)
+    for group in kv_cache_config.kv_cache_groups:
+        layers = list(_layers(group))
+        likenesses = {(sizes.get(name), _likeness(spec)) for name, spec in layers}
+        if len(likenesses) > len({size for size, _ in likenesses}):
+            return (
+                "some layers of one cache group have blocks of another shape than others, which "
+                "vLLM's scheduler process cannot tell"
+            )
+        if len(likenesses) > 1 and any(isinstance(spec, MambaSpec) for _, spec in layers):
+            return "recurrent layers of one cache group have states of another shape than others"
+        if len({AttentionWindow.of(spec) for _, spec in layers}) > 1:
+            return "layers of one cache group look back unequally far"
+        if not isinstance(layers[0][1], MLAAttentionSpec) or _has_own_draft(vllm_config):
+            continue
+        if not all(isinstance(spec, MLAAttentionSpec) for _, spec in layers):
+            return "a layer beside those with MLA has other attention, and is not a draft model's"
     return None
 
 
@@ -249,15 +300,10 @@ def _spec_refusal(spec: KVCacheSpec, block_tokens: int) -> str | None:
         return f"a KV cache of quantization {spec.kv_quant_mode.name} is not supported"
     if option(spec, "num_head_slots") is not None:
         return "the attention kernel keeps something else than heads side by side in a block"
-    if "ds_mla" in str(option(spec, "cache_dtype_str")):
-        return "a KV cache of quantization fp8_ds_mla is not supported"
+    if option(spec, "model_version"):
+        return f"the caches of {option(spec, 'model_version')} are not supported"
     if option(spec, "non_causal"):
         return "a token's KV depends on later tokens in this model"
-    if spec.block_size != block_tokens:
-        return (
-            f"some layers have blocks of {spec.block_size} tokens and others of {block_tokens}: "
-            "set --block-size so that all are equal, if the model allows"
-        )
     return None
 
 
@@ -266,7 +312,21 @@ def layer_sets_of(
 ) -> tuple[LayerSet, ...]:
     """Return the layer sets of an engine for which `refusal` returns None."""
     tp_size = vllm_config.parallel_config.tensor_parallel_size
-    return layer_sets(kv_cache_config, tp_size, most_kv_heads(vllm_config.model_config))
+    models = (vllm_config.model_config, _draft(vllm_config))
+    heads = max(most_kv_heads(each) for each in models if each is not None)
+    has_own_draft = _has_own_draft(vllm_config)
+    return layer_sets(kv_cache_config, tp_size, heads, has_own_draft=has_own_draft)
+
+
+def _draft(vllm_config: "VllmConfig") -> Any:
+    """Return the ModelConfig of the draft model; None without one."""
+    return option(option(vllm_config, "speculative_config"), "draft_model_config")
+
+
+def _has_own_draft(vllm_config: "VllmConfig") -> bool:
+    """Return whether a draft model has heads, of which each rank has some, and not MLA."""
+    draft = _draft(vllm_config)
+    return draft is not None and not draft.use_mla
 
 
 def most_kv_heads(model_config: Any) -> int:
@@ -298,29 +358,66 @@ def _head_counts(value: Any, num_query_heads: int) -> Iterator[int]:
 
 
 def layer_sets(
-    kv_cache_config: "KVCacheConfig", tp_size: int, model_heads: int
+    kv_cache_config: "KVCacheConfig",
+    tp_size: int,
+    model_heads: int,
+    *,
+    has_own_draft: bool = False,
 ) -> tuple[LayerSet, ...]:
     """Return the layer sets of an engine for which `refusal` returns None.
 
-    `model_heads`: the result of `most_kv_heads`. The order is the same in every engine of the
-    model: layers without a window come first, then by window, then by shape.
+    `model_heads`: the result of `most_kv_heads`, for the model or its draft, whichever has more.
+    `has_own_draft`: whether there is a draft model without MLA. The order is the same in every
+    engine of the model: layers without a window come first, then by window, then by shape.
     """
     members: dict[tuple[Any, ...], list[tuple[str, int]]] = {}
-    specs: dict[tuple[Any, ...], KVCacheSpec] = {}
+    specs: dict[tuple[Any, ...], tuple[KVCacheSpec, KVCacheSpec]] = {}
+    sizes = _block_sizes(kv_cache_config)
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
-        for name, spec in _layers(group):
-            members.setdefault(_likeness(spec), []).append((name, group_id))
-            specs[_likeness(spec)] = spec
+        of_group = list(_layers(group))
+        for name, spec in of_group:
+            first_name, first = of_group[0]
+            is_first = sizes.get(name) == sizes.get(first_name)
+            kind = (*_likeness(first), 0 if is_first else sizes.get(name, 0))
+            members.setdefault(kind, []).append((name, group_id))
+            specs.setdefault(kind, (first, spec))
+    latent = sum(isinstance(spec, MLAAttentionSpec) for _, spec in specs.values())
     sets: list[LayerSet] = []
-    for likeness in sorted(members):
-        spec = specs[likeness]
-        layers = sorted(members[likeness], key=lambda layer: _by_number(layer[0]))
+    for kind in sorted(members):
+        first, spec = specs[kind]
+        layers = sorted(members[kind], key=lambda layer: _by_number(layer[0]))
         if isinstance(spec, MambaSpec):
             for part in objects_of(layers, spec.state_content_size_bytes):
                 sets.append(_state_set(len(sets), part, spec, tp_size))
-        else:
-            sets.append(_attention_set(len(sets), layers, spec, tp_size, model_heads))
+            continue
+        made = _attention_set(len(sets), layers, spec, tp_size, model_heads)
+        if page_bytes := kind[-1]:
+            # Both halves must come to the same number, and only one knows `spec`.
+            is_replicated = isinstance(first, MLAAttentionSpec) and not has_own_draft
+            total_heads = 1 if is_replicated else tp_size
+            made = replace(made, page_bytes=page_bytes, total_heads=total_heads)
+        # The indexer of sparse attention keeps scales behind the numbers of all tokens.
+        is_opaque = latent > 1 or "ds_mla" in str(option(spec, "cache_dtype_str"))
+        if isinstance(spec, MLAAttentionSpec) and is_opaque:
+            made = replace(made, is_opaque=True)
+        sets.append(made)
     return tuple(sets)
+
+
+def _block_sizes(kv_cache_config: "KVCacheConfig") -> dict[str, int]:
+    """Return the bytes of a block of each layer, as far as vLLM tells the scheduler process."""
+    sizes = {}
+    for tensor in kv_cache_config.kv_cache_tensors:
+        strides = option(tensor, "layer_stride"), option(tensor, "block_stride")
+        if all(strides):  # one of them skips whole layers or blocks
+            sizes.update(dict.fromkeys(tensor.layers, min(strides)))
+    return sizes
+
+
+def _first_specs(kv_cache_config: "KVCacheConfig") -> Iterator[KVCacheSpec]:
+    """Yield the spec of the first layer of each cache group: what the scheduler process knows."""
+    for group in kv_cache_config.kv_cache_groups:
+        yield next(spec for _, spec in _layers(group))
 
 
 def _attention_set(
@@ -359,6 +456,8 @@ def _by_group(
 
 def block_bytes(kv_cache_config: "KVCacheConfig", layer_set: LayerSet) -> int:
     """Return the bytes that are stored of one block on one rank, in all layers of the set."""
+    if layer_set.page_bytes:
+        return layer_set.page_bytes * len(layer_set.layers)
     specs = {
         name: spec for group in kv_cache_config.kv_cache_groups for name, spec in _layers(group)
     }
@@ -372,8 +471,11 @@ def _stored_bytes(spec: KVCacheSpec) -> int:
 
 
 def cache_dtypes(kv_cache_config: "KVCacheConfig") -> set[Any]:
-    """Return the torch dtypes of the KV cache of an engine for which `refusal` returns None."""
-    specs = (spec for group in kv_cache_config.kv_cache_groups for _, spec in _layers(group))
+    """Return the torch dtypes of the KV cache of an engine for which `refusal` returns None.
+
+    Without those of layers that share a group with others before them: see `LayerSet.page_bytes`.
+    """
+    specs = _first_specs(kv_cache_config)
     return {spec.dtype for spec in specs if isinstance(spec, AttentionSpec)}
 
 
@@ -423,17 +525,24 @@ def _names(sets: Sequence[LayerSet], tp_size: int, *, of_states: bool) -> tuple[
 
 def own_tp_size(sets: Sequence[LayerSet], tp_size: int) -> int:
     """Return the size in which an engine of `tp_size` stores chunks; see shards.py."""
-    if has_states(sets):
+    if _is_bound(sets):
         return tp_size
     return stored_tp_size(tp_size, [each.total_heads for each in sets])
 
 
 def readable_tp_sizes(sets: Sequence[LayerSet], tp_size: int) -> tuple[int, ...]:
     """Return the tensor-parallel sizes in which chunks can be stored that an engine of `tp_size`
-    can read: any, but the parts of a state are not divided between ranks in another way."""
-    if has_states(sets):
+    can read: any, but the parts of a state, and of layers of which not all is known, are not
+    divided between ranks in another way."""
+    if _is_bound(sets):
         return (tp_size,)
     return stored_tp_sizes([each.total_heads for each in sets])
+
+
+def _is_bound(sets: Sequence[LayerSet]) -> bool:
+    """Return whether a rank's parts are of use to the same rank of an equally large engine only."""
+    has_heads = any(each.total_heads > 1 for each in sets)
+    return has_states(sets) or (has_heads and any(each.page_bytes for each in sets))
 
 
 def has_states(sets: Sequence[LayerSet]) -> bool:

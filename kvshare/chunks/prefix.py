@@ -142,6 +142,14 @@ class Tail:
         return Chunk(ChunkKey(key + grid.adapter), self.block, 1, start_tokens, len(self.tokens))
 
 
+def names_state(key: ChunkKey) -> bool:
+    """Return whether `key` is that of a state of recurrent layers.
+
+    True for one in 2^40 other chunks, if an adapter's fingerprint ends as names of states do.
+    """
+    return key.endswith(_STATE)
+
+
 def is_mixed(request: Request) -> bool:
     """Return whether the prompt mixes token ids and embeddings.
 

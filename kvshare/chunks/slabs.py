@@ -35,3 +35,14 @@ def state_bytes(sets: Iterable[LayerSet], slab_bytes: SlabBytes) -> int:
 def steps_bytes(chunk_bytes: int, chunk_tokens: int, step_tokens: int) -> int:
     """Return the bytes of the chunks of two steps: one is stored while the next is computed."""
     return 2 * -(-step_tokens // chunk_tokens) * chunk_bytes
+
+
+def steps_state_bytes(
+    state_bytes: int, block_tokens: int, step_tokens: int, most_requests: int
+) -> int:
+    """Return the bytes of the states at the ends of prompts that two steps compute.
+
+    `block_tokens`: a state is at the end of a block, so a step ends at most one prompt for each
+    block of tokens. `most_requests`: a step computes no more than that.
+    """
+    return 2 * min(-(-step_tokens // block_tokens), most_requests) * state_bytes

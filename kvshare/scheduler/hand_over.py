@@ -61,7 +61,9 @@ class HandOver:
         num_tokens = 0 if self._saves_fail else self._num_tokens(progress, grid)
         if is_for_decode and num_tokens != stored_tokens(request, grid):
             self._give_up_rest(request, grid, num_tokens)
-        return announcement(num_tokens, self._facts.tp_size) if num_tokens else None
+        if not num_tokens:
+            return None
+        return announcement(num_tokens, self._facts.tp_size, self._facts.num_stages)
 
     def _num_tokens(self, progress: Progress, grid: Grid) -> int:
         """Return how many tokens of the prompt are stored or being saved."""

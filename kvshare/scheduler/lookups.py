@@ -159,7 +159,7 @@ class Lookups:
         self, request: Request, prefix: Prefix, num_computed_tokens: int
     ) -> tuple[Chunk, ...]:
         """Return the announced chunks, which need no look-up."""
-        num_tokens = announced_tokens(request)
+        num_tokens = announced_tokens(request, self._facts.num_stages)
         if prefix.grid.has_states and announced_tp_size(request) not in (0, self._facts.tp_size):
             self._warn_of_other_states(announced_tp_size(request))
             return ()

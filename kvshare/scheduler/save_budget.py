@@ -30,21 +30,49 @@ def most_ordered_bytes(buffer_bytes: int, chunk_bytes: int) -> int:
     return buffer_bytes - num_spare * chunk_bytes
 
 
-def log_limit(limit_bytes: int, chunk_bytes: int, chunk_tokens: int, step_tokens: int) -> None:
-    """Log how much memory saves may take; warn if one step may fill more than that.
+def can_hold_state(buffer_bytes: int, chunk_bytes: int, state_bytes: int) -> bool:
+    """Return whether a state of recurrent layers can be saved with the chunk at whose end it is.
+
+    `state_bytes`: 0 for a model without states, of which any chunk can be saved.
+    """
+    limit_bytes = most_ordered_bytes(buffer_bytes, chunk_bytes)
+    return not state_bytes or chunk_bytes + state_bytes <= limit_bytes
+
+
+def log_limit(
+    limit_bytes: int,
+    chunk_bytes: int,
+    chunk_tokens: int,
+    step_tokens: int,
+    states: tuple[int, int] = (0, 0),
+) -> None:
+    """Log how much memory saves may take; warn if one step may fill more than that, and if no state
+    fits.
 
     `limit_bytes`, `chunk_bytes`: for one rank. `step_tokens`: the most that a step computes.
+    `states`: the bytes of one state of recurrent layers, and of those of two steps.
     """
     logger.info("saves may take %d MiB of memory in each rank", limit_bytes >> 20)
-    wanted_bytes = steps_bytes(chunk_bytes, chunk_tokens, step_tokens)
-    if wanted_bytes > 2 * limit_bytes:
+    state_bytes, steps_state_bytes = states
+    wanted_bytes = steps_bytes(chunk_bytes, chunk_tokens, step_tokens) + steps_state_bytes
+    if not can_hold_state(limit_bytes, chunk_bytes, state_bytes):
+        logger.warning(
+            "This engine saves no KV: buffer_bytes is %d, and a state of this model's recurrent "
+            "layers takes %d with the chunk before it. Without a state none of the KV could be "
+            "loaded. Set it to %d, which holds two steps.",
+            limit_bytes,
+            state_bytes + chunk_bytes,
+            wanted_bytes,
+        )
+    elif wanted_bytes > 2 * limit_bytes:
         logger.warning(
             "buffer_bytes is %d: it holds the KV of %d tokens, and a step of this engine may "
-            "compute %d. What does not fit is not saved if its request ends with the step. Set it "
-            "to %d, which holds two steps.",
+            "compute %d%s. What does not fit is not saved if its request ends with the step. Set "
+            "it to %d, which holds two steps.",
             limit_bytes,
             limit_bytes // chunk_bytes * chunk_tokens,
             step_tokens,
+            f" and states of {steps_state_bytes // 2} bytes" if state_bytes else "",
             wanted_bytes,
         )
 
@@ -98,7 +126,7 @@ class SaveBudget(Generic[T]):
         False: there is no room. Then only saves with reserved memory are admitted until memory is
         freed: small saves must not overtake a large one. A save larger than the limit is admitted
         if there is no other. `is_extra`: it does not count to the rest of `owner`, whose reserved
-        memory it leaves alone, and it is not tried again.
+        memory it leaves alone, and others need not wait until there is room for it.
         """
         self._remove_unreported()
         kept_bytes = self._kept.get(owner)

@@ -2,7 +2,7 @@
 """Decides how much of each request is stored, by the options and by the request's own fields."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ecshare.plugin.sightings import Sightings, requested_save
@@ -31,12 +31,18 @@ class SavePolicy:
     """Finds the limit of each request. Ownership: vLLM's scheduler thread."""
 
     def __init__(
-        self, config: "KVConfig", hash_function: HashFunction, *, only_saves: bool
+        self,
+        config: "KVConfig",
+        hash_function: HashFunction,
+        *,
+        only_saves: bool,
+        can_hold_state: bool = True,
     ) -> None:
         """Take the rules from `config`. `hash_function`: vLLM's own, for the names of tails.
-        `only_saves`: by its role the engine loads nothing.
+        `only_saves`: by its role the engine loads nothing. `can_hold_state`: see save_budget.py.
         """
         self._only_saves = only_saves
+        self._can_hold_state = can_hold_state
         self._save_after = config.save_after
         self._save_min_tokens = config.save_min_tokens
         self._saves_answers = config.save_answers
@@ -49,6 +55,8 @@ class SavePolicy:
         asked = requested_save(request.kv_transfer_params, _SAVE_FIELD)
         if asked is False:
             return Limit(0, "request")
+        if not self._can_hold_state:
+            return Limit(0, "buffer_bytes")
         if not (asked or self.is_for_decode(request)):
             if stored_tokens(request, grid) < self._save_min_tokens:
                 return Limit(0, "save_min_tokens")
@@ -77,6 +85,9 @@ class SavePolicy:
         if self._sightings is None:
             return request.num_prompt_tokens
         end_tokens, is_often = 0, True
+        if grid.has_states:
+            # A hit may end with any block, as long as its state is stored. Such blocks are large.
+            grid = replace(grid, chunk_blocks=1)
         for chunk in prompt_chunks(request, grid, self._hash_function):
             # Every chunk is counted, because a later prompt may differ after any of them.
             is_often = self._sightings.add(chunk.key) >= self._save_after and is_often

@@ -9,9 +9,10 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from kvshare.chunks.facts import KVFacts
-from kvshare.chunks.prefix import Chunk, ChunkKey, Grid, tail_of
+from kvshare.chunks.prefix import Chunk, ChunkKey, Grid, names_state, tail_of
 from kvshare.chunks.recent_keys import RecentKeys
 from kvshare.messages import Piece, Report
+from kvshare.scheduler.cached_states import CachedStates
 from kvshare.scheduler.events import BlockEvents
 from kvshare.scheduler.pieces import Pieces
 from kvshare.scheduler.save_budget import SaveBudget
@@ -48,7 +49,8 @@ class Progress:
     """The number of chunks that workers had ever reported as lost when the request was first
     seen."""
     has_gap: bool = False
-    """A chunk is not saved. No chunk after it is saved, because no reader could use it."""
+    """A chunk is not saved. No chunk after it is saved, because no reader could use it. A state is
+    no such chunk: later ones need only the chunks before them."""
     prompt_tokens: int = 0
     """The length of the prompt when `due_tokens` was computed."""
     due_tokens: int = 0
@@ -60,6 +62,8 @@ class Progress:
     loaded by another connector, or computed on top of that. See siblings.py."""
     state_tokens: int = 0
     """The token after which a state of recurrent layers was last stored."""
+    wanted_states: set[int] = field(default_factory=set)
+    """The tokens after which a state is to be stored, and is not yet."""
     awaits_sibling: bool = False
     """When it was last admitted, it had to wait for a load by another connector."""
 
@@ -95,7 +99,9 @@ class SavePlan:
 
     States of recurrent layers are saved as vLLM hands them over: those at the end of a prompt, and
     those at the end of a chunk that follow the last one by tokens whose chunks are as many bytes as
-    a state. So states take at most half of the store, apart from those at the ends of prompts.
+    a state. So states take at most half of the store, apart from those at the ends of prompts. Of a
+    prompt that is stored up to where it was seen often enough, that is an end too. A state that is
+    not handed over, or cannot be saved at once, is saved as long as vLLM's prefix cache has it.
 
     A prompt is saved as a whole: its first chunk is saved only if the workers have memory for all
     of it, which is then reserved. If a prompt needs more than they have in all, each chunk is saved
@@ -112,8 +118,10 @@ class SavePlan:
         events: BlockEvents | None,
         budget: SaveBudget[Progress],
         policy: SavePolicy,
+        cached: CachedStates,
     ) -> None:
-        """Use what the scheduler half owns. `stored`: chunks that need not be saved.
+        """Use what the scheduler half owns. `stored`: chunks that need not be saved. `cached`: the
+        states in vLLM's own cache.
 
         Chunks whose save is ordered are added to `stored` and `events`.
         """
@@ -124,6 +132,7 @@ class SavePlan:
         self._events = events
         self._budget = budget
         self._policy = policy
+        self._cached = cached
         self._leaving: list[Piece] = []
         self._whole: list[Progress] = []
         """Requests whose prompt is saved since the last `end_step`, except for its states."""
@@ -144,6 +153,8 @@ class SavePlan:
             return ()
         if not is_same_prompt:
             progress.asked_limit = self._policy.limit_of(progress.request, grid)
+            if grid.has_states:
+                progress.wanted_states = _state_ends(progress, grid)
         pieces = tuple(self._save_due(progress, grid, end_tokens))
         progress.prompt_tokens = progress.request.num_prompt_tokens
         progress.due_tokens = _due_tokens(progress, grid)
@@ -153,10 +164,7 @@ class SavePlan:
         self, progress: Progress, handed_over: Iterable[tuple[int, int, int]]
     ) -> Iterable[Piece]:
         """Yield the pieces of states to save of those that vLLM hands over with this step, after
-        `computed`. `handed_over`: cache group, block and tokens of each.
-
-        A state that is not saved now is not saved at all: its block may be another one's then.
-        """
+        `computed`. `handed_over`: cache group, block and tokens of each."""
         grid = self._adapters.grid_of(progress.adapter)
         if grid is None or progress.prompt_tokens != progress.request.num_prompt_tokens:
             # `computed` was not called for this prompt yet, so its limit is not known. vLLM also
@@ -167,37 +175,60 @@ class SavePlan:
             if not num_tokens % grid.block_tokens:
                 ends.setdefault(num_tokens, {})[group] = block
         for num_tokens, block_of_group in sorted(ends.items()):
+            if num_tokens % grid.chunk_tokens == 0 and self._is_state_due(progress, num_tokens):
+                progress.wanted_states.add(num_tokens)
+            if num_tokens in progress.wanted_states:
+                yield from self._save_state(progress, grid, num_tokens, block_of_group)
+
+    def waiting_states(self, progress: Progress) -> Iterable[Piece]:
+        """Yield the pieces of states to save that vLLM's cache has, of those that are computed and
+        were not saved yet; after `states`."""
+        grid = self._adapters.grid_of(progress.adapter)
+        if grid is None:
+            return
+        hashes = progress.request.block_hashes
+        for num_tokens in sorted(progress.wanted_states):
+            end_block = num_tokens // grid.block_tokens
+            if num_tokens > progress.end_tokens or end_block > len(hashes):
+                return
+            block_of_group = self._cached.find(hashes[end_block - 1], num_tokens)
             yield from self._save_state(progress, grid, num_tokens, block_of_group)
+
+    def _is_state_due(self, progress: Progress, num_tokens: int) -> bool:
+        """Return whether the chunks since the last state are as many bytes as a state."""
+        others = (*progress.wanted_states, progress.state_tokens)
+        num_before = max((each for each in others if each < num_tokens), default=0)
+        return num_tokens - num_before >= self._facts.state_tokens
 
     def _save_state(
         self, progress: Progress, grid: Grid, num_tokens: int, block_of_group: Mapping[int, int]
     ) -> Iterable[Piece]:
         """Yield the pieces of the state after `num_tokens`, and of the chunk that ends there.
 
-        Yield none if the rules of this class do not store it: see its docstring.
+        Yield none if there is no memory now. If it cannot be saved, it is wanted no more.
         """
         hashes, end_block = progress.request.block_hashes, num_tokens // grid.block_tokens
-        if num_tokens > progress.limit.end_tokens or end_block > len(hashes):
-            return
-        num_before = progress.state_tokens if progress.state_tokens < num_tokens else 0
-        is_due = num_tokens - num_before >= self._facts.state_tokens
-        is_chunk_end = not num_tokens % grid.chunk_tokens
-        is_prompt_end = num_tokens in _prompt_ends(progress, grid)
-        if not (is_chunk_end and is_due) and not is_prompt_end:
+        is_allowed = num_tokens <= progress.limit.end_tokens and not progress.has_gap
+        if not is_allowed or end_block > len(hashes):
+            progress.wanted_states.discard(num_tokens)
             return
         first_block = (end_block - 1) // grid.chunk_blocks * grid.chunk_blocks
         chunk = grid.run(hashes, first_block, end_block)
-        if not is_chunk_end:
+        if num_tokens % grid.chunk_tokens:
             yield from self._save_part(progress, grid, end_block)
         state = grid.state_of(chunk)
-        if progress.has_gap or chunk.key not in self._stored:
-            return
         if state.key not in self._stored:
             pieces = self._pieces.saved_state(state, block_of_group)
-            if not pieces or not self._admit(progress, state, pieces, is_extra=not is_prompt_end):
+            if not pieces:
+                progress.wanted_states.discard(num_tokens)
+                return
+            is_extra = num_tokens not in _state_ends(progress, grid)
+            is_ready = chunk.key in self._stored
+            if not is_ready or not self._admit(progress, state, pieces, is_extra=is_extra):
                 return
             yield from pieces
-        progress.state_tokens = num_tokens
+        progress.wanted_states.discard(num_tokens)
+        progress.state_tokens = max(progress.state_tokens, num_tokens)
 
     def end_step(self) -> None:
         """Free the memory that is still reserved for prompts that are saved now; to be called after
@@ -245,6 +276,7 @@ class SavePlan:
                     progress.num_saved_blocks, end_block // grid.chunk_blocks * grid.chunk_blocks
                 )
             self._leaving += self._save_part(progress, grid, end_block)
+            self._leaving += self.waiting_states(progress)
             num_left = max(0, end_block - progress.num_saved_blocks)
             num_allowed = progress.limit.end_tokens // grid.block_tokens
             num_declined = min(num_left, max(0, end_block - num_allowed))
@@ -266,7 +298,11 @@ class SavePlan:
         self._stored.lost(lost)
         for key in lost:
             progress = self._budget.owner(key)
-            if progress is not None:
+            if progress is None:
+                continue
+            if names_state(key):
+                progress.state_tokens = 0  # the next one is due as if none were stored
+            else:
                 self._stop(progress)
         self._budget.ended(report.ended)
         if self._events is not None:
@@ -423,16 +459,20 @@ class SavePlan:
         if grid.has_states:
             # A chunk is saved before the state at its end.
             first = chunk.end_tokens + chunk.is_state
-            ends = [end for end in _prompt_ends(progress, grid) if first <= end <= end_tokens]
+            ends = [end for end in _state_ends(progress, grid) if first <= end <= end_tokens]
             num_bytes += len(ends) * self._facts.state_bytes
         return num_bytes
 
 
-def _prompt_ends(progress: Progress, grid: Grid) -> set[int]:
+def _state_ends(progress: Progress, grid: Grid) -> set[int]:
     """Return after how many tokens of the prompt a state is stored in any case: the most that the
-    same prompt can load, and the most that one that continues it can load."""
+    same prompt can load, the most that one that continues it can load, and the most that others
+    share with it by the option `save_after`."""
     num_tokens, size = progress.request.num_prompt_tokens, grid.block_tokens
-    return {(num_tokens - 1) // size * size, num_tokens // size * size}
+    ends = {(num_tokens - 1) // size * size, num_tokens // size * size}
+    if progress.limit.rule == "save_after":
+        ends.add(progress.limit.end_tokens)
+    return {end for end in ends if 0 < end <= progress.limit.end_tokens}
 
 
 def _due_tokens(progress: Progress, grid: Grid) -> int:

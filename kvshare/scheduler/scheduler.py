@@ -25,23 +25,30 @@ from kvshare.chunks.facts import KVFacts, kv_facts, kv_namespace
 from kvshare.chunks.layers import LayerSet, is_shareable
 from kvshare.chunks.prefix import ChunkKey, Grid, covered_tokens, is_mixed
 from kvshare.chunks.recent_keys import RecentKeys
+from kvshare.chunks.slabs import steps_state_bytes
 from kvshare.compat import states_of_step
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.messages import Orders, Piece, Report, is_prefilled_elsewhere
 from kvshare.scheduler.adapters import Adapter, Adapters
+from kvshare.scheduler.cached_states import CachedStates
 from kvshare.scheduler.events import BlockEvents, publishes_events
 from kvshare.scheduler.hand_over import HandOver
 from kvshare.scheduler.load_or_compute import LoadOrCompute
 from kvshare.scheduler.load_plan import Loading, LoadPlan
 from kvshare.scheduler.lookups import Lookups, PrefixLookup
 from kvshare.scheduler.pieces import BlocksOfGroups, Pieces
-from kvshare.scheduler.save_budget import SaveBudget, log_limit, most_ordered_bytes
+from kvshare.scheduler.save_budget import (
+    SaveBudget,
+    can_hold_state,
+    log_limit,
+    most_ordered_bytes,
+)
 from kvshare.scheduler.save_policy import SavePolicy
 from kvshare.scheduler.saves import Progress, SavePlan
 from kvshare.scheduler.siblings import Siblings
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import SchedulerConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -86,7 +93,12 @@ class KVScheduler:
         limit_bytes = most_ordered_bytes(config.buffer_bytes, chunk_bytes)
         budget = SaveBudget[Progress](limit_bytes, clock_s)
         only_saves = facts.saves and not facts.loads
-        policy = SavePolicy(config, facts.hash_function, only_saves=only_saves)
+        policy = SavePolicy(
+            config,
+            facts.hash_function,
+            only_saves=only_saves,
+            can_hold_state=can_hold_state(config.buffer_bytes, chunk_bytes, facts.state_bytes),
+        )
         self._facts = facts
         self._engine = engine
         self._idle_steps = IdleSteps(facts.max_steps_in_flight)
@@ -96,9 +108,12 @@ class KVScheduler:
             LoadOrCompute(clock_s, facts.state_tokens) if config.load == "if_faster" else None
         )
         self._loads = LoadPlan(facts, pieces, clock_s)
-        self._saves = SavePlan(facts, pieces, stored, self._adapters, events, budget, policy)
-        self._hand_over = HandOver(facts, engine, self._adapters, stored, policy)
         self._siblings = Siblings(facts.grid.block_tokens)
+        self._cached = CachedStates(facts.layer_sets, self._siblings.are_foreign)
+        self._saves = SavePlan(
+            facts, pieces, stored, self._adapters, events, budget, policy, self._cached
+        )
+        self._hand_over = HandOver(facts, engine, self._adapters, stored, policy)
         self._tracked: dict[str, _Tracked] = {}
 
     @classmethod
@@ -131,7 +146,7 @@ class KVScheduler:
             mark_of=lambda found: tp_size_key(found.kind, found.digest, facts.tp_size),
         )
         facts = replace(facts, namespace=namespace.digest)
-        _log_start(config, facts, engine, vllm_config.scheduler_config.max_num_batched_tokens)
+        _log_start(config, facts, engine, vllm_config.scheduler_config)
         events = _block_events(vllm_config, kv_cache_config, config, facts)
         half = cls(config, facts, engine, events=events)
         half.learn_tp_sizes(config.io_timeout_s)
@@ -140,6 +155,7 @@ class KVScheduler:
     def bind(self, manager: "KVCacheManager") -> None:
         """Use the blocks of `manager`, at start-up."""
         self._loads.bind(manager)
+        self._cached.bind(manager)
 
     def learn_tp_sizes(self, timeout_s: float) -> None:
         """Block until it is known in which tensor-parallel sizes KV is stored, at start-up."""
@@ -306,13 +322,23 @@ class KVScheduler:
                     self._saves.left(self._tracked[request_id].progress)
         self._siblings.scheduled(output, self._progress_of)
         if not self._facts.saves:
-            return Orders(self._facts.namespace, loads, abandoned, is_idle=is_idle)
+            return Orders(
+                self._facts.namespace, loads, abandoned, is_idle=is_idle, kinds=self._facts.kinds
+            )
         leaving: tuple[Piece, ...] = ()
         if self._saves.has_leaving:  # in few steps; the other ones need no look at block tables
             leaving = self._saves.take_leaving(_overwritten(output, self._facts.layer_sets))
         saves = tuple(self._plan_saves(output))
         self._saves.end_step()
-        return Orders(self._facts.namespace, loads, abandoned, saves, leaving, is_idle=is_idle)
+        return Orders(
+            self._facts.namespace,
+            loads,
+            abandoned,
+            saves,
+            leaving,
+            is_idle=is_idle,
+            kinds=self._facts.kinds,
+        )
 
     def reported(self, output: KVConnectorOutput) -> None:
         """Process the workers' report: which loads ended, and which chunks the store lacks. Called
@@ -477,17 +503,24 @@ class KVScheduler:
                 progress.block_ids = [list(ids) for ids in new.block_ids]
                 end = new.num_computed_tokens + num_scheduled[new.req_id]
                 yield from self._saves.computed(progress, new.num_computed_tokens, end)
-        if not self._facts.grid.has_states:
-            return
+        if self._facts.grid.has_states:
+            yield from self._plan_states(output)
+
+    def _plan_states(self, output: SchedulerOutput) -> Iterable[Piece]:
+        """Yield the pieces of states that this step saves, after all its chunks are planned."""
         for request_id, handed_over in states_of_step(output).items():
-            if request_id in tracked:
-                yield from self._saves.states(tracked[request_id].progress, handed_over)
+            if request_id in self._tracked:
+                yield from self._saves.states(self._tracked[request_id].progress, handed_over)
+        for request_id in output.num_scheduled_tokens:
+            progress = self._progress_of(request_id)
+            if progress is not None and progress.wanted_states:
+                yield from self._saves.waiting_states(progress)
 
 
 def _log_start(
-    config: KVConfig, facts: KVFacts, engine: TransferEngine, most_step_tokens: int
+    config: KVConfig, facts: KVFacts, engine: TransferEngine, steps: "SchedulerConfig"
 ) -> None:
-    """Log what this engine shares. `most_step_tokens`: the most tokens that a step computes."""
+    """Log what this engine shares. `steps`: the limits of a step."""
     log_sharing("KV blocks", config, facts.namespace, saves=facts.saves, loads=facts.loads)
     if facts.saves or facts.loads:
         log_host_cache(engine.host)
@@ -497,7 +530,16 @@ def _log_start(
             config.buffer_bytes,
             facts.chunk_bytes(facts.grid.chunk_blocks),
             facts.grid.chunk_tokens,
-            most_step_tokens,
+            steps.max_num_batched_tokens,
+            (
+                facts.state_bytes,
+                steps_state_bytes(
+                    facts.state_bytes,
+                    facts.grid.block_tokens,
+                    steps.max_num_batched_tokens,
+                    steps.max_num_seqs,
+                ),
+            ),
         )
 
 

@@ -81,6 +81,10 @@ class Siblings:
             progress, local_tokens, loaded_tokens, block_ids, names_source
         )
 
+    def are_foreign(self, block_of_group: Mapping[int, int]) -> bool:
+        """Return whether one of these blocks, given by cache group, holds foreign KV."""
+        return not self._foreign.isdisjoint(block_of_group.items())
+
     def scheduled(
         self, output: "SchedulerOutput", progress_of: Callable[[str], Progress | None]
     ) -> None:

@@ -9,7 +9,7 @@ worker have the digest as their `page`, and the worker uses no objects with anot
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -100,6 +100,11 @@ class LayoutCheck:
     def untried(self, name: str) -> str:
         """Return the digest for kernels that cannot be tried: of their `name` and the release."""
         return _digest(f"untried {name} vLLM {self.release}".encode())
+
+    def untried_layers(self, names: Iterable[str]) -> str:
+        """Return the digest for layers that cannot be tried: of their backends and the release."""
+        backends = {attention_backend(self.layers.get(name)) for name in names}
+        return self.untried(", ".join(sorted(backends)))
 
     def _known(
         self, device: torch.device, number: int, num_tokens: int, name: str, width: int

@@ -7,6 +7,7 @@ from dataclasses import replace
 from ecshare.plugin.ranks import Rank
 from ecshare.store.keys import Key, Kind, object_key
 from kvshare.chunks.layers import LayerSet
+from kvshare.chunks.stages import stage_part
 from kvshare.messages import Piece
 
 
@@ -18,7 +19,7 @@ class RankShards:
         self._layer_sets = tuple(layer_sets)
         self._rank = rank
         # Every piece of every step needs these.
-        self._own_names = tuple(each.own_shard_name(rank) for each in layer_sets)
+        self._own_names = tuple(self._part(each.own_shard_name(rank)) for each in layer_sets)
         self._is_writer = tuple(each.is_written_by(rank) for each in layer_sets)
 
     @property
@@ -44,9 +45,12 @@ class RankShards:
             return
         layer_set = self._layer_sets[piece.layer_set]
         for shard in layer_set.shard_slices(self._rank, piece.tp_size):
-            name = layer_set.shard_name(shard.number, piece.tp_size)
+            name = self._part(layer_set.shard_name(shard.number, piece.tp_size))
             key = object_key(Kind.KV, namespace, bytes(piece.key), name)
             yield key, replace(piece, shard=shard)
+
+    def _part(self, name: str) -> str:
+        return stage_part(name, self._rank.pp_rank, self._rank.pp_size)
 
     def is_first_reader(self, piece: Piece) -> bool:
         """Return whether this is the first of the ranks that load the object of `piece`.

@@ -18,6 +18,7 @@ from ecshare.transfer.device.staging import Staging, is_gpu
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.packing import ZSTD, Packing
 from kvshare.chunks.layers import LayerSet, is_shareable, layer_sets_of
+from kvshare.chunks.stages import kinds_of
 from kvshare.compat import erase_slots, repacks_blocks, vllm_release
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.messages import LoadOrder, Orders, Piece, Report
@@ -230,6 +231,7 @@ class KVWorker:
 
     def load(self, orders: Orders) -> None:
         """Start the loads of `orders`, and end those of requests that have ended."""
+        self._compare(orders)
         if self._loads is None:
             for order in orders.loads:
                 self._refuse(order)
@@ -249,19 +251,37 @@ class KVWorker:
 
     def save(self, orders: Orders) -> None:
         """Start the saves of `orders`; on return their blocks may be refilled, in stream order."""
-        self._save(orders.namespace, orders.saves)
+        self._save(orders, orders.saves)
 
     def save_leaving(self, orders: Orders) -> None:
         """Save blocks that this step may refill; to be called before it does. See `save`."""
-        self._save(orders.namespace, orders.leaving)
+        self._save(orders, orders.leaving)
 
-    def _save(self, namespace: str, pieces: Iterable[Piece]) -> None:
+    def _save(self, orders: Orders, pieces: Iterable[Piece]) -> None:
+        self._compare(orders)
         if self._saves is not None:
-            self._saves.start(namespace, pieces)
+            self._saves.start(orders.namespace, pieces)
             return
         for piece in pieces:
             if self._shards is None or self._shards.writes(piece):
                 self._reports.dropped(piece)
+
+    def _compare(self, orders: Orders) -> None:
+        """Share nothing from now on if the scheduler half has layer sets of other kinds."""
+        if not orders.kinds or self._shape is None:
+            return
+        own = kinds_of(self._shape.layer_sets)
+        if orders.kinds == own:
+            return
+        logger.warning(
+            "kvshare saves and loads nothing: this pipeline stage has layers of other kinds (%s) "
+            "than the first one (%s).",
+            own,
+            orders.kinds,
+        )
+        # There is no load or save yet: all orders of an engine name the same kinds.
+        self._shape = self._shards = self._saves = self._loads = None
+        self._reports.stopped()
 
     def wait_idle(self, orders: Orders) -> None:
         """Wait up to 3 ms for the end of a load or save if the step of `orders` computes
@@ -335,9 +355,13 @@ def _block_caches(
         layer_set,
         shape.num_blocks,
         shape.block_tokens,
-        erase=shape.erase,
-        as_float8=as_float8,
+        erase=_cannot_erase if layer_set.is_opaque else shape.erase,
+        as_float8=as_float8 and not layer_set.page_bytes,
     )
+
+
+def _cannot_erase(block: Tensor, first_slot: int) -> None:
+    raise NotImplementedError
 
 
 def _learn_layouts(shape: CacheShape, blocks: Sequence[BlockCaches]) -> bool:
@@ -346,6 +370,9 @@ def _learn_layouts(shape: CacheShape, blocks: Sequence[BlockCaches]) -> bool:
         if layer_set.is_recurrent:
             # Only a forward pass writes a state, so the kernels cannot be tried.
             each.layout = shape.check.untried(layer_set.state)
+            continue
+        if layer_set.is_opaque:
+            each.layout = shape.check.untried_layers(name for name, _ in layer_set.layers)
             continue
         # The last blocks, one for each cache group: groups may be one memory.
         block_ids = [shape.num_blocks - 1 - place for place, _ in enumerate(layer_set.groups)]

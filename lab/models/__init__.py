@@ -13,7 +13,8 @@ wider than the language model (DeepStack), `llava` prompts whose placeholders de
 pixels, `qwen2-audio` sound. `qwen2` is text-only, and so are `gemma3`, in which two of three layers
 have a sliding window, `deepseek-v2`, whose attention is latent (MLA), and `lfm2` and
 `qwen3.5-text`, in which every other layer is recurrent. The others are there to be tried:
-docs/models.md lists them, and which are not made here and why.
+docs/models.md lists them, and which are not made here and why. `drafts` has draft models for
+`qwen2`.
 """
 
 from collections.abc import Callable

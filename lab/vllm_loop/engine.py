@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from vllm.config import VllmConfig
 from vllm.distributed.ec_transfer.ec_connector.utils import ECOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
@@ -36,10 +37,13 @@ class EngineLoop:
         models: Sequence[Model],
         kv_cache_config: KVCacheConfig,
         runner: RunnerName = "v1",
+        stage_caches: Sequence[KVCacheConfig] = (),
     ) -> None:
         """Start the connectors that `config` names, with asynchronous scheduling if it says so.
 
-        The block size of `config` is the scheduler's. Raises the exceptions of connectors.
+        The block size of `config` is the scheduler's. `stage_caches`: the cache of each pipeline
+        stage, if there are several; `models` are then those of the first stage, and so on. Raises
+        the exceptions of connectors.
         """
         self.config = config
         self.log = HookLog()
@@ -53,16 +57,19 @@ class EngineLoop:
             assert issubclass(kind, Scheduler), f"{kind} is not vLLM's own scheduler"
             self.scheduler = kind(
                 vllm_config=config,
-                kv_cache_config=kv_cache_config,
+                kv_cache_config=generate_scheduler_kv_cache_config([kv_cache_config]),
                 structured_output_manager=StructuredOutputManager(config),
                 block_size=config.cache_config.block_size,
                 hash_block_size=config.cache_config.block_size,
                 log_stats=True,
             )
+            tp_size = config.parallel_config.tensor_parallel_size
+            caches = [each for each in stage_caches for _ in range(tp_size)]
             self.runners = [
-                KINDS[runner](config, rank, model, kv_cache_config)
+                KINDS[runner](config, rank, model, caches[rank] if caches else kv_cache_config)
                 for rank, model in enumerate(models)
             ]
+            self._output_rank = len(models) - tp_size if caches else 0
         if (ec_connector := self.scheduler.get_ec_connector()) is not None:
             watch(ec_connector, EC_SCHEDULER_HOOKS, self.log)
         self._kv_aggregator = None
@@ -98,11 +105,11 @@ class EngineLoop:
     def execute(self, output: SchedulerOutput) -> None:
         """Execute the step on every rank and aggregate their answers: its second part."""
         answers: list[ModelRunnerOutput | None] = [each.execute(output) for each in self.runners]
-        answer = answers[0]
+        answer = answers[self._output_rank]
         if len(answers) > 1:
             if self._kv_aggregator is not None:
-                answer = self._kv_aggregator.aggregate(answers)
-            answer = self._ec_aggregator.aggregate(answers)
+                answer = self._kv_aggregator.aggregate(answers, self._output_rank)
+            answer = self._ec_aggregator.aggregate(answers, self._output_rank)
         assert answer is not None
         self.in_flight.append((output, answer))
 

@@ -115,14 +115,23 @@ class Runner:
     @contextlib.contextmanager
     def _in_its_process(self) -> Iterator[None]:
         """Set the globals that vLLM has once a process: the connectors and the rank."""
-        size = self.config.parallel_config.tensor_parallel_size
-        ranks = SimpleNamespace(rank_in_group=self._rank, world_size=size, rank=self._rank)
+        parallel = self.config.parallel_config
+        stage, rank = divmod(self._rank, parallel.tensor_parallel_size)
+        ranks = SimpleNamespace(
+            rank_in_group=rank, world_size=parallel.tensor_parallel_size, rank=self._rank
+        )
+        stages = SimpleNamespace(
+            rank_in_group=stage,
+            world_size=parallel.pipeline_parallel_size,
+            is_first_rank=not stage,
+            is_last_rank=stage == parallel.pipeline_parallel_size - 1,
+        )
         first = SimpleNamespace(rank_in_group=0, world_size=1, is_first_rank=True)
         with (
             _replaced(ec_transfer_state, "_EC_CONNECTOR_AGENT", self.ec_connector),
             _replaced(kv_transfer_state, "_KV_CONNECTOR_AGENT", self.kv_connector),
             _replaced(parallel_state, "_TP", ranks),
-            _replaced(parallel_state, "_PP", first),
+            _replaced(parallel_state, "_PP", stages),
             _replaced(parallel_state, "_PCP", first),
         ):
             yield

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from lab.servers import openai_client as client
+from lab.servers.engines import EngineProcess
 from lab.servers.processes import LOOPBACK, Server
 from tests import waiting
 
 STORED_WITHIN_S = 60.0
 COMES_WITHIN_S = 20.0
+FAR_AHEAD = 0.1  # in the logarithm of the probability
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,17 @@ class Answer:
 
 def ask(server: Server, model: str, content: list[dict[str, Any]], **fields: Any) -> Answer:
     """Send one chat request, greedy; return the answer, whatever its status."""
-    body = {
+    return _post(server, "chat/completions", _chat(model, content, fields))
+
+
+def ask_rank(server: Server, rank: int, model: str, content: list[dict[str, Any]]) -> Answer:
+    """Send one chat request to a data-parallel rank; as `ask`."""
+    headers = {"X-data-parallel-rank": str(rank)}
+    return _post(server, "chat/completions", _chat(model, content, {}), headers)
+
+
+def _chat(model: str, content: list[dict[str, Any]], fields: dict[str, Any]) -> dict[str, Any]:
+    return {
         "model": model,
         "messages": [{"role": "user", "content": content}],
         "max_tokens": 12,
@@ -54,7 +66,6 @@ def ask(server: Server, model: str, content: list[dict[str, Any]], **fields: Any
         "return_token_ids": True,
         **fields,
     }
-    return _post(server, "chat/completions", body)
 
 
 def complete(
@@ -73,11 +84,24 @@ def complete(
     return _post(server, "completions", body)
 
 
-def _post(server: Server, path: str, body: dict[str, Any]) -> Answer:
+def is_certain(plain: EngineProcess, prompt: list[int], max_tokens: int = 12) -> bool:
+    """Return whether the best token is far ahead of the next one at each step of `complete`.
+
+    In a batch the kernels of CPUs add numbers up in another order. Of two tokens that are almost
+    equal an engine then chooses another one than for a request alone, also without a connector.
+    """
+    answer = complete(plain, plain.model, prompt, max_tokens, logprobs=2)
+    best_two = answer.body["choices"][0]["logprobs"]["top_logprobs"]
+    return all(max(each.values()) - min(each.values()) > FAR_AHEAD for each in best_two)
+
+
+def _post(
+    server: Server, path: str, body: dict[str, Any], headers: dict[str, str] | None = None
+) -> Answer:
     request = urllib.request.Request(
         f"{server.base_url}/v1/{path}",
         json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
+        {"Content-Type": "application/json", **(headers or {})},
     )
     try:
         with urllib.request.urlopen(request, timeout=120) as response:

@@ -4,6 +4,8 @@
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +15,7 @@ from lab import model_cache
 from lab.servers.engine_forks import EngineForks
 from lab.servers.engines import EngineProcess, ModelRunner, kv_argument
 from tests.conftest import CACHE, LOGS, engines
-from tests.engines.chat import Answer, complete, counting, stored_kv
+from tests.engines.chat import Answer, complete, counting, is_certain, stored_kv
 from tests.engines.runners import on_each_runner
 from tests.releases import needs_offered_states
 from tests.waiting import wait_until
@@ -122,15 +124,15 @@ def test_prompt_of_whole_blocks_is_loaded_but_for_the_last(fleet: Fleet) -> None
 
 
 def test_requests_at_once_get_their_own_states(fleet: Fleet) -> None:
-    prompts = [prompt_of(number) for number in range(20, 24)]
+    candidates = (prompt_of(number) for number in range(100, 200))
+    prompts = list(islice(filter(partial(is_certain, fleet.plain), candidates), 4))
+    assert len(prompts) == 4
     for prompt in prompts:
-        fleet.store(prompt, 40)
+        fleet.store(prompt)
     with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = list(
-            pool.map(lambda prompt: complete(fleet.second, fleet.second.model, prompt, 40), prompts)
-        )
+        answers = list(pool.map(partial(complete, fleet.second, fleet.second.model), prompts))
     for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer.tokens == complete(fleet.plain, fleet.plain.model, prompt, 40).tokens
+        assert answer.tokens == complete(fleet.plain, fleet.plain.model, prompt).tokens
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.fuzz
 NUM_TOKENS = 10
 FORMS: list[dict[str, Any]] = [
     {"kvshare": {"num_tokens": 7, "size": 1}},
+    {"kvshare": {"num_tokens": 7, "size": 1, "stages": 2}},
     {"kvshare": {"streamed": True}},
     {"kvshare": {"streamed": True, "size": 2}},
     {"do_remote_prefill": True, "kvshare": {"num_tokens": 9}},
@@ -25,10 +26,10 @@ FORMS: list[dict[str, Any]] = [
 
 
 @fuzzed(300)
-@given(st.sampled_from(FORMS).flatmap(mutated))
-def test_announced_token_count_is_in_range(params: Any) -> None:
+@given(st.sampled_from(FORMS).flatmap(mutated), st.sampled_from([1, 2]))
+def test_announced_token_count_is_in_range(params: Any, num_stages: int) -> None:
     request: Any = SimpleNamespace(kv_transfer_params=params, num_prompt_tokens=NUM_TOKENS)
-    num_tokens = announced_tokens(request)
+    num_tokens = announced_tokens(request, num_stages)
     assert type(num_tokens) is int
     assert 0 <= num_tokens < NUM_TOKENS
     assert type(announced_tp_size(request)) is int

@@ -102,6 +102,8 @@ def _drawn_one(
         "max_num_batched_tokens": dice.choice([24, 60, 2048]),
         "max_num_seqs": 8,
     }
+    if kind == "hybrids" and dice.random() < 0.3:
+        store["save_after"] = dice.choice([2, 3])
     num_blocks = FEWEST_BLOCKS + (dice.choice([0, 16, 60]) if number else 0)
     if kind == "hybrids":
         num_blocks += 4 * len(engine["specs"])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 from kvshare.connector import KVShareConnector
 from lab.vllm_loop import RunnerName
@@ -39,6 +39,7 @@ def start(text_model: Path, tmp_path: Path) -> Iterator[StartEngine]:
         specs: Sequence[KVCacheSpec] = (),
         runner: RunnerName = "v1",
         model: type[ToyModel] = ToyModel,
+        cache: KVCacheConfig | None = None,
         **engine_args: Any,
     ) -> ToyEngine:
         config = vllm_config(
@@ -51,6 +52,7 @@ def start(text_model: Path, tmp_path: Path) -> Iterator[StartEngine]:
             specs=specs,
             runner=runner,
             model=model,
+            cache=cache,
         )
         started.append(engine)
         return started[-1]

@@ -42,12 +42,16 @@ def test_gpu_default_buffer_holds_two_steps(engine: VllmConfig, tmp_path: Path) 
 
 
 @needs_offered_states
-def test_default_buffer_holds_the_states_of_two_steps_too(
-    engine: VllmConfig, tmp_path: Path
+@pytest.mark.parametrize(("max_num_seqs", "expected"), [(1, 1), (100, 100), (1 << 20, 1 << 16)])
+def test_default_buffer_holds_a_state_of_each_prompt_that_two_steps_can_end(
+    engine: VllmConfig, tmp_path: Path, max_num_seqs: int, expected: int
 ) -> None:
+    """As many as there are requests, or blocks in a step."""
+    engine.scheduler_config.max_num_seqs = max_num_seqs
+    engine.scheduler_config.max_num_batched_tokens = BLOCK << 16
     config = parse(KVConfig, options(tmp_path), "options")
     found = with_default_buffer(config, engine, cache_config(64, hybrid())).buffer_bytes
-    assert found == 2 * GIB + 2 * SLAB_BYTES
+    assert found == GIB + 2 * expected * SLAB_BYTES
 
 
 @pytest.mark.parametrize(("gib_a_step", "expected"), [(0.25, 1), (0.5, 1), (2, 4), (8, 4)])

@@ -17,7 +17,7 @@ from kvshare.chunks.prefix import prompt_chunks
 from kvshare.compat import most_blocks
 from kvshare.scheduler.pieces import NULL_BLOCK, Pieces
 from lab.vllm_loop import RUNNERS, RunnerName
-from tests.kvshare.conftest import StartEngine, is_at_rest, sleep_and_wake
+from tests.kvshare.conftest import StartEngine, is_at_rest, sleep_and_wake, spin
 from tests.kvshare.damage import flip_a_payload_bit
 from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.test_chunks import LONG, chunked, spoil
@@ -47,9 +47,15 @@ GROUPS: dict[str, tuple[KVCacheSpec, ...]] = {
     "three recurrent groups": hybrid(3),
     "recurrent layers and windows": (*hybrid(2), window(W)),
 }
+WITHOUT_WINDOWS = {name: specs for name, specs in GROUPS.items() if "windows" not in name}
 each_kind = pytest.mark.parametrize("specs", GROUPS.values(), ids=GROUPS)
+# vLLM frees blocks that a window has passed, so chunks with windows cannot wait.
+each_kind_that_waits = pytest.mark.parametrize(
+    "specs", WITHOUT_WINDOWS.values(), ids=WITHOUT_WINDOWS
+)
 ENDS = (len(LONG) - 1) // BLOCK * BLOCK  # the last boundary in LONG
 NEVER_S = 2 * GIVE_UP_S  # a test fails if D waits this long
+SLAB = 8192  # bytes of a block or a state on its way to the store
 STATES = "-s"  # in the names of their objects
 
 
@@ -284,10 +290,124 @@ def test_random_prompts_and_store_damage_give_right_tokens(
             runner=dice.choice(RUNNERS),
             max_num_batched_tokens=dice.choice([9, 30, 2048]),
             max_num_seqs=8,
-            store=chunked(chunk_blocks, buffer_bytes=dice.choice([1, 1 << 20])),
+            store=chunked(chunk_blocks, buffer_bytes=dice.choice([40_000, 1 << 20])),
             specs=specs,
         )
         ask(engine, dice, stem, turn)
+
+
+# --- states that are not stored ---
+
+
+@each_kind
+def test_chunks_and_states_behind_a_state_that_the_store_refused_are_stored(
+    gated: StartEngine, specs: Sequence[KVCacheSpec]
+) -> None:
+    """A later state needs the chunks before it, and no earlier state."""
+    p, d = pair(gated, specs, chunk_tokens=3 * BLOCK)
+    GatedFileSystem.broken.add(f"move {states_of(p, LONG[: 3 * BLOCK + 1])[-1]}")
+    p.add(make_request("p", LONG, 1))
+    p.step()
+    settle(p)
+    assert GatedFileSystem.failed == 1
+    p.run_out()
+    assert serve(d, LONG).computed_prompt_tokens == len(LONG) - ENDS
+
+
+@each_kind_that_waits
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_state_that_waits_for_memory_is_stored_with_the_chunks_that_wait(
+    gated: StartEngine, specs: Sequence[KVCacheSpec], runner: RunnerName, is_async: bool
+) -> None:
+    ours = {"specs": specs, "runner": runner, "is_async": is_async, "num_blocks": 160}
+    writer = short_of_memory(gated, ours)
+    writer.run_out()
+    answer = serve(gated(engine=ours, chunk_tokens=BLOCK), WAITING)
+    assert answer.computed_prompt_tokens == len(WAITING) - end_of(WAITING)
+
+
+@each_kind_that_waits
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_state_that_waits_for_memory_is_stored_when_its_request_ends(
+    gated: StartEngine, specs: Sequence[KVCacheSpec], runner: RunnerName
+) -> None:
+    ours = {"specs": specs, "runner": runner, "num_blocks": 160}
+    writer = short_of_memory(gated, ours)
+    writer.step()  # it reports that the memory is free
+    writer.abort("second")
+    writer.run_out()
+    answer = serve(gated(engine=ours, chunk_tokens=BLOCK), WAITING)
+    assert answer.computed_prompt_tokens == len(WAITING) - end_of(WAITING)
+
+
+WAITING = [7, *LONG]
+
+
+def short_of_memory(gated: StartEngine, ours: dict[str, Any]) -> ToyEngine:
+    """Return an engine that has computed LONG, and WAITING while the saves of LONG took all memory.
+    These have ended, and the answer to WAITING goes on."""
+    writer = gated(engine=ours, chunk_tokens=BLOCK, buffer_bytes=16 * SLAB)
+    GatedFileSystem.close_gate("put")
+    writer.add(make_request("first", LONG, 1))
+    spin(writer, lambda: bool(writer.answers["first"].tokens), "it is not computed")
+    writer.add(make_request("second", WAITING, 40))
+    spin(writer, lambda: bool(writer.answers["second"].tokens), "it is not computed")
+    GatedFileSystem.open_gates()
+    settle(writer)
+    return writer
+
+
+@each_kind_that_waits
+@pytest.mark.parametrize("save_after", [2, 3])
+@pytest.mark.parametrize("chunk_blocks", [1, 3])
+@pytest.mark.parametrize("num_shared", [2, 8])
+def test_state_at_the_end_of_what_enough_prompts_share_is_stored(
+    start: StartEngine,
+    specs: Sequence[KVCacheSpec],
+    save_after: int,
+    chunk_blocks: int,
+    num_shared: int,
+) -> None:
+    """vLLM hands it over with the second prompt, if at all."""
+    engine = partial(start, specs=specs, num_blocks=200)
+    writer = engine(store=chunked(chunk_blocks, save_after=save_after))
+    shared = LONG[: num_shared * BLOCK]
+    prompts = [[*shared, *range(100 * n, 100 * n + 5 * BLOCK)] for n in range(save_after + 1)]
+    for number, prompt in enumerate(prompts[:-1]):
+        assert not writer.counts.get("blocks/saved")
+        serve(writer, prompt, max_tokens=1, name=str(number))
+    answer = serve(engine(store=chunked(chunk_blocks)), prompts[-1], max_tokens=1)
+    assert answer.computed_prompt_tokens == 5 * BLOCK
+
+
+def settle(engine: ToyEngine) -> None:
+    """Wait until all saves have ended, so that the next step reports them."""
+    while engine.transfer.in_flight:
+        engine.transfer.wait_idle()
+
+
+@each_kind
+def test_engine_whose_buffer_holds_no_state_stores_nothing_and_says_so_once(
+    start: StartEngine,
+    tmp_path: Path,
+    specs: Sequence[KVCacheSpec],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No chunk could be loaded without a state."""
+    engine = start(specs=specs, store=chunked(1, buffer_bytes=12_000), num_blocks=160)
+    for turn in range(3):
+        serve(engine, [turn, *LONG], name=f"r{turn}")
+    assert not objects(tmp_path)
+    assert engine.counts["declined/buffer_bytes"] >= 3 * (len(LONG) // BLOCK)
+    assert caplog.text.count("This engine saves no KV: buffer_bytes is 12000") == 1
+
+
+@each_kind
+def test_d_does_not_wait_for_p_whose_buffer_holds_no_state(
+    gated: StartEngine, specs: Sequence[KVCacheSpec]
+) -> None:
+    check_d_gives_up(*pair(gated, specs, buffer_bytes=12_000))
 
 
 # --- options of the store ---
@@ -318,15 +438,6 @@ def test_engines_that_store_8_bit_floats_store_states_unchanged(
         is_state = sealed.spec.attributes["block_tokens"] == 1  # see docs/format.md
         assert is_state == ("stored_dtype" not in sealed.spec.attributes)
     assert serve(engine(), LONG).computed_prompt_tokens == len(LONG) - ENDS
-
-
-@each_kind
-def test_states_larger_than_the_buffer_are_dropped_and_answers_are_right(
-    start: StartEngine, specs: Sequence[KVCacheSpec]
-) -> None:
-    engine = partial(start, specs=specs, store=chunked(1, buffer_bytes=1), num_blocks=160)
-    for turn in range(3):
-        serve(engine(), [*LONG, turn], name=f"r{turn}")
 
 
 # --- prefill and decode engines ---
@@ -364,7 +475,7 @@ def test_d_computes_only_what_follows_the_last_state(
     assert "blocks/failed" not in d.counts
 
 
-def states_of_end(engine: ToyEngine, prompt: Sequence[int]) -> list[str]:
+def states_of(engine: ToyEngine, prompt: Sequence[int]) -> list[str]:
     """Return the part after the namespace of the keys of the state at the end of `prompt`."""
     facts = engine.connector.scheduler._facts
     *_, last = prompt_chunks(make_request("x", prompt), facts.grid, facts.hash_function)
@@ -378,7 +489,7 @@ def test_d_does_not_wait_for_a_state_that_the_store_refused(
     gated: StartEngine, specs: Sequence[KVCacheSpec]
 ) -> None:
     p, d = pair(gated, specs)
-    GatedFileSystem.broken.add(f"move {states_of_end(p, LONG)[-1]}")
+    GatedFileSystem.broken.add(f"move {states_of(p, LONG)[-1]}")
     check_d_gives_up(p, d)
 
 

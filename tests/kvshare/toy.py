@@ -36,6 +36,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
     MambaSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 from vllm.v1.request import Request
 
@@ -258,9 +259,13 @@ def next_token(seen: Sequence[float | str]) -> int:
     return int.from_bytes(hashlib.sha256(repr(list(seen)).encode()).digest()[:4], "little") % VOCAB
 
 
+def _first_spec(spec: KVCacheSpec) -> KVCacheSpec:
+    return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
 def windows_of(cache: KVCacheConfig) -> list[AttentionWindow | None]:
     """Return the window of each cache group; None for a group with recurrent states."""
-    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+    specs = [_first_spec(group.kv_cache_spec) for group in cache.kv_cache_groups]
     return [None if isinstance(each, MambaSpec) else AttentionWindow.of(each) for each in specs]
 
 
@@ -309,6 +314,11 @@ class ToyModel(Model):
         """`computed`: called with a request's id and how many of its prompt tokens are computed."""
         super().__init__()
         self.windows = windows_of(cache)
+        self.allocate(cache)
+        self._computed = computed
+
+    def allocate(self, cache: KVCacheConfig) -> None:
+        """Make the tensors of all layers, full of garbage."""
         # Garbage, so that reading an unwritten block gives wrong tokens.
         self._cache = torch.full((LAYERS, cache.num_blocks, HEADS, BLOCK, 2 * HEAD_SIZE), -7.0)
         # A block belongs to one group at a time, so all groups share the memory.
@@ -321,13 +331,12 @@ class ToyModel(Model):
             for group, layers in zip(cache.kv_cache_groups, self._groups, strict=True)
             for name, layer in zip(group.layer_names, layers, strict=True)
         }
-        self._computed = computed
 
     def compute(self, request_id: str, start: int, end: int) -> list[int]:
         """Write the KV and states of these tokens; sample if the last known token is among them."""
         row = self.rows[request_id]
         self._computed(request_id, max(0, min(end, row.num_prompt_tokens) - start))
-        flavour = flavour_of(row.lora_request)
+        flavour = self.flavour(row)
         for position in range(start, end):
             self.fill(row, position, [*flavour, *row.tokens[: position + 1]])
         self._advance(row, start, end)
@@ -340,11 +349,19 @@ class ToyModel(Model):
                 seen += [read_state(layer, block).hex() for layer in self._groups[group]]
                 continue
             for position in range(window.first_needed(end - 1), end):
-                cells = self._cells(row, group, position)
-                assert cells.min() == cells.max(), "a token's KV is torn"
-                seen.append(float(cells[0, 0, 0]))
+                seen.append(self.read(row, group, position))
         row.tokens.append(next_token(seen))
         return [row.tokens[-1]]
+
+    def read(self, row: Row, group: int, position: int) -> float:
+        """Return the KV of one token in one cache group."""
+        cells = self._cells(row, group, position)
+        assert cells.min() == cells.max(), "a token's KV is torn"
+        return float(cells[0, 0, 0])
+
+    def flavour(self, row: Row) -> list[int]:
+        """Return what counts as tokens before those of a request."""
+        return flavour_of(row.lora_request)
 
     def fill(self, row: Row, position: int, tokens: Sequence[int]) -> None:
         """Write the KV of the last of `tokens` to a position of a request."""
@@ -363,7 +380,7 @@ class ToyModel(Model):
                 if start:
                     state = read_state(layer, block)
                 else:  # a kernel then ignores what lies there
-                    state = state_of(flavour_of(row.lora_request), group, number)
+                    state = state_of(self.flavour(row), group, number)
                 for token in row.tokens[start:end]:
                     state = next_state(state, token)
                 write_state(layer, block, state)
@@ -419,7 +436,7 @@ class BareEngine(EngineLoop):
     """An engine with any connector or none.
 
     `is_async`: schedule the next step before the output of the last one is known. `specs`: of the
-    cache groups; by default one with full attention.
+    cache groups; by default one with full attention. `cache`: the groups, instead of `specs`.
     """
 
     def __init__(
@@ -431,6 +448,7 @@ class BareEngine(EngineLoop):
         specs: Sequence[KVCacheSpec] = (),
         runner: RunnerName = "v1",
         model: type[ToyModel] = ToyModel,
+        cache: KVCacheConfig | None = None,
     ) -> None:
         init_none_hash(sha256)
         config.scheduler_config.async_scheduling = is_async
@@ -439,7 +457,7 @@ class BareEngine(EngineLoop):
             config.cache_config.mamba_cache_mode = "align"
             config.cache_config.mamba_block_size = BLOCK
             config.cache_config.mamba_page_size_padded = spec().page_size_bytes
-        cache = cache_config(num_blocks, specs)
+        cache = cache or cache_config(num_blocks, specs)
         self.model = model(cache, self._computed)
         self.windows = self.model.windows
         self.answers: dict[str, Answer] = {}

@@ -23,6 +23,6 @@ def test_only_the_first_rank_of_all_groups_is_the_writer(
         ("get_pcp_group", SimpleNamespace(rank_in_group=pcp)),
     ):
         monkeypatch.setattr(parallel_state, name, lambda value=value: value)
-    sizes: Any = SimpleNamespace(tensor_parallel_size=2)
+    sizes: Any = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=2)
     rank = worker_rank(SimpleNamespace(parallel_config=sizes))
     assert rank.is_writer is is_writer

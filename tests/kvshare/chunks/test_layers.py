@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheTensor,
     KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
@@ -35,6 +36,7 @@ from kvshare.chunks.layers import (
     LayerSet,
     block_bytes,
     layer_sets,
+    layer_sets_of,
     most_kv_heads,
     own_tp_size,
     readable_tp_sizes,
@@ -43,6 +45,7 @@ from kvshare.chunks.layers import (
     state_names_of,
 )
 from kvshare.chunks.prefix import Chunk, ChunkKey
+from tests.releases import needs_packed_layouts
 
 BLOCKS, HEADS, TOKENS = 5, 2, 16
 SHAPE: dict[str, Any] = {"block_size": TOKENS, "dtype": torch.float32, "head_size": 8}
@@ -68,6 +71,7 @@ def engine(**more: Any) -> Any:
     fields: dict[str, dict[str, Any]] = {
         "parallel_config": {
             "pipeline_parallel_size": 1,
+            "tensor_parallel_size": 1,
             "decode_context_parallel_size": 1,
             "distributed_executor_backend": "mp",
             "world_size": 2,
@@ -107,6 +111,7 @@ def cache(*specs: Any) -> KVCacheConfig:
         (window(64),),
         (FULL, LOCAL),
         (MLA,),
+        (replace(MLA, cache_dtype_str="fp8_ds_mla", state_content_bytes=28),),
         (replace(FULL, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR),),
         (STATE, FULL, STATE),
         (STATE, MLA),
@@ -116,6 +121,7 @@ def test_supported_caches_are_not_refused(specs: tuple[Any, ...]) -> None:
     assert refusal(engine(), cache(*specs)) is None
     assert refusal(engine(enable_prefix_caching=False), cache(*specs)) is None
     assert refusal(engine(device_type="cuda"), cache(*specs)) is None
+    assert refusal(engine(pipeline_parallel_size=2), cache(*specs)) is None
     alone = engine(distributed_executor_backend="external_launcher", world_size=1)
     assert refusal(alone, cache(*specs)) is None
 
@@ -132,7 +138,7 @@ class Derived(FullAttentionSpec):
         (engine(distributed_executor_backend="external_launcher"), (FULL,), "external_launcher"),
         (engine(), (FULL, Derived(num_kv_heads=HEADS, **SHAPE)), "type Derived"),
         (engine(), (replace(FULL, kv_quant_mode=KVQuantMode.NVFP4),), "NVFP4"),
-        (engine(), (replace(MLA, cache_dtype_str="fp8_ds_mla"),), "fp8_ds_mla"),
+        (engine(), (replace(MLA, model_version="deepseek_v4"),), "deepseek_v4"),
         (engine(), (MLA, replace(MLA, head_size=16)), "several kinds of MLA"),
         (engine(), (replace(FULL, non_causal=True),), "later tokens"),
         (engine(), (replace(FULL, num_head_slots=2),), "something else than heads"),
@@ -141,7 +147,6 @@ class Derived(FullAttentionSpec):
         (engine(), (FULL, replace(STATE, num_speculative_blocks=2)), "speculative"),
         (engine(), (FULL, replace(STATE, block_size=32)), "blocks of 32 tokens"),
         (engine(), (STATE, STATE), "recurrent layers only"),
-        (engine(pipeline_parallel_size=2), (FULL,), "pipeline"),
         (engine(decode_context_parallel_size=2), (FULL,), "context"),
         (engine(prefix_caching_hash_algo="xxhash"), (FULL,), "xxhash"),
         (engine(calculate_kv_scales=True), (FULL,), "calculate_kv_scales"),
@@ -249,17 +254,88 @@ def test_layers_of_different_shapes_form_separate_layer_sets() -> None:
     assert [name for name, _ in second.layers] == ["l.0", "l.2"]
 
 
-def test_group_with_several_shapes_is_refused() -> None:
+def test_group_with_shapes_that_vllm_does_not_tell_apart_is_refused() -> None:
     """Only workers can refuse it: vLLM gives the scheduler process the shape of one layer only."""
-    for other, why_not in ((FULL, None), (replace(FULL, head_size=16), "another shape")):
-        specs = UniformTypeKVCacheSpecs(
-            block_size=TOKENS, kv_cache_specs={"l.0": FULL, "l.1": other}
-        )
-        found = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["l.0", "l.1"], specs)])
+    same_bytes = FullAttentionSpec(num_kv_heads=2 * HEADS, **SHAPE | {"head_size": 4})
+    for other, why_not in ((FULL, None), (same_bytes, "another shape")):
+        found = one_group(FULL, other)
         seen = generate_scheduler_kv_cache_config([found])
         assert refusal(engine(), seen) is None
         said = refusal(engine(), found)
         assert said is None if why_not is None else why_not in (said or "")
+    found.kv_cache_tensors = []  # as in earlier releases
+    assert "another shape" in (refusal(engine(), found) or "")
+
+
+def one_group(*specs: Any) -> KVCacheConfig:
+    """Return a config with one group of two layers per spec, as vLLM lays it out."""
+    layers = {f"l.{2 * kind + n}": spec for kind, spec in enumerate(specs) for n in range(2)}
+    group = UniformTypeKVCacheSpecs(block_size=TOKENS, kv_cache_specs=layers)
+    tensors = [
+        KVCacheTensor(
+            size=1 << 20,
+            layers=[f"l.{2 * kind + n}" for n in range(2)],
+            layer_stride=spec.page_size_bytes * BLOCKS,
+            block_stride=spec.page_size_bytes,
+        )
+        for kind, spec in enumerate(specs)
+    ]
+    return KVCacheConfig(BLOCKS, tensors, [KVCacheGroupSpec(list(layers), group)])
+
+
+WITH_OWN_DRAFT = SimpleNamespace(draft_model_config=SimpleNamespace(use_mla=False))
+GQA_DRAFT = FullAttentionSpec(num_kv_heads=4, **SHAPE)
+INDEXER = MLAAttentionSpec(num_kv_heads=1, **SHAPE | {"head_size": 12, "dtype": torch.uint8})
+
+
+@needs_packed_layouts
+@pytest.mark.parametrize(
+    ("specs", "draft", "names", "sizes"),
+    [
+        ((FULL, GQA_DRAFT), WITH_OWN_DRAFT, ("t0of2", "t1of2", "t0of2-s1", "t1of2-s1"), (2,)),
+        # Every rank holds all of an MLA cache, and a part of the draft's heads.
+        ((MLA, GQA_DRAFT), WITH_OWN_DRAFT, ("t0of1", "t0of2-s1", "t1of2-s1"), (2,)),
+        ((INDEXER, MLA), None, ("t0of1", "t0of1-s1"), (1,)),
+        ((MLA, INDEXER), None, ("t0of1", "t0of1-s1"), (1,)),
+    ],
+    ids=["draft", "draft beside MLA", "indexer first", "indexer last"],
+)
+def test_shapes_of_one_group_are_layer_sets_that_both_halves_agree_on(
+    specs: tuple[Any, ...], draft: Any, names: tuple[str, ...], sizes: tuple[int, ...]
+) -> None:
+    found, config = one_group(*specs), engine()
+    config.speculative_config = draft
+    seen = generate_scheduler_kv_cache_config([found])
+    assert refusal(config, found) is None
+    assert refusal(config, seen) is None
+    own, theirs = (
+        layer_sets(each, 2, HEADS, has_own_draft=draft is not None) for each in (seen, found)
+    )
+    for each, worker in zip(own, theirs, strict=True):
+        assert (each.number, each.groups, each.layers) == (
+            worker.number,
+            worker.groups,
+            worker.layers,
+        )
+        assert each.shard_names(2) == worker.shard_names(2)
+        assert block_bytes(seen, each) == block_bytes(found, worker)
+        assert block_bytes(found, worker) == 2 * specs[each.number].page_size_bytes
+        assert worker.num_heads == specs[each.number].num_heads
+    assert shard_names_of(own, own_tp_size(own, 2)) == names
+    assert readable_tp_sizes(own, 2) == sizes
+    assert own[0].facts != own[1].facts
+
+
+@needs_packed_layouts
+def test_single_rank_with_a_draft_of_another_shape_reads_no_other_size() -> None:
+    sets = layer_sets(one_group(FULL, GQA_DRAFT), 1, HEADS, has_own_draft=True)
+    assert (own_tp_size(sets, 1), readable_tp_sizes(sets, 1)) == (1, (1,))
+
+
+@needs_packed_layouts
+def test_draft_without_mla_beside_mla_is_refused_if_no_option_says_that_it_is_a_draft() -> None:
+    """Each rank would be taken to hold all of it."""
+    assert "not a draft model's" in (refusal(engine(), one_group(MLA, GQA_DRAFT)) or "")
 
 
 @pytest.mark.parametrize(
@@ -281,6 +357,24 @@ def test_most_kv_heads_returns_the_largest_count_of_any_layer(
     text = PretrainedConfig(num_attention_heads=32, **{"num_key_value_heads": 4, **more})
     model = SimpleNamespace(hf_text_config=text, get_total_num_kv_heads=lambda: 4)
     assert most_kv_heads(model) == expected
+
+
+def test_ranks_with_equal_heads_of_the_model_and_others_of_its_draft_store_each_their_own() -> None:
+    """On four ranks the layers of both have one head each, so they are one layer set."""
+    config = engine(tensor_parallel_size=4)
+    config.model_config, draft = (model_of(heads=2), model_of(heads=4))
+    one_head = cache(replace(FULL, num_kv_heads=1))
+    (alone,) = layer_sets_of(config, one_head)
+    assert alone.own_shard_name(Rank(0, 4)) == alone.own_shard_name(Rank(1, 4))
+    config.speculative_config = SimpleNamespace(draft_model_config=draft)
+    (both,) = layer_sets_of(config, one_head)
+    assert len({both.own_shard_name(Rank(rank, 4)) for rank in range(4)}) == 4
+
+
+def model_of(heads: int) -> Any:
+    """Return the fields of a ModelConfig that count its KV heads."""
+    text = PretrainedConfig(num_attention_heads=8, num_key_value_heads=heads)
+    return SimpleNamespace(hf_text_config=text, get_total_num_kv_heads=lambda: heads, use_mla=False)
 
 
 def test_shard_names_are_unique_and_replicas_share_one() -> None:

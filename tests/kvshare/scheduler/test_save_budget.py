@@ -12,7 +12,7 @@ from ecshare.store.keys import Kind, object_key
 from kvshare.chunks.prefix import ChunkKey
 from kvshare.chunks.slabs import slab_sizes
 from kvshare.messages import Orders, Piece, Report
-from kvshare.scheduler.save_budget import SaveBudget, log_limit
+from kvshare.scheduler.save_budget import SaveBudget, can_hold_state, log_limit
 from tests.kvshare.conftest import StartEngine, spin
 from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.toy import (
@@ -422,6 +422,31 @@ def test_log_warns_if_buffer_bytes_is_below_one_step(caplog: pytest.LogCaptureFi
     (line,) = caplog.messages
     assert "holds the KV of 160 tokens" in line
     assert "Set it to 2200" in line
+
+
+def test_log_warns_if_the_states_of_one_step_do_not_fit(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "kvshare")
+    log_limit(1000, chunk_bytes=100, chunk_tokens=16, step_tokens=80, states=(250, 1000))
+    assert not caplog.messages
+    log_limit(1000, chunk_bytes=100, chunk_tokens=16, step_tokens=80, states=(250, 1500))
+    (line,) = caplog.messages
+    assert "may compute 80 and states of 750 bytes" in line
+    assert "Set it to 2500" in line
+
+
+@pytest.mark.parametrize(("state_bytes", "fits"), [(900, True), (901, False)])
+def test_log_warns_if_a_state_and_the_chunk_before_it_do_not_fit(
+    caplog: pytest.LogCaptureFixture, state_bytes: int, fits: bool
+) -> None:
+    caplog.set_level(logging.WARNING, "kvshare")
+    log_limit(1000, 100, chunk_tokens=16, step_tokens=16, states=(state_bytes, 2 * state_bytes))
+    assert can_hold_state(1000, 100, state_bytes) == fits
+    assert bool(caplog.messages) != fits
+    if not fits:
+        (line,) = caplog.messages
+        assert "saves no KV: buffer_bytes is 1000" in line
+        assert "takes 1001 with the chunk before it" in line
+        assert "Set it to 2002" in line
 
 
 def test_engine_start_logs_a_buffer_below_one_step(

@@ -707,6 +707,16 @@ def test_odd_announcements_are_ignored(params: Any, expected: int) -> None:
     assert announced_tokens(request) == expected
 
 
+@pytest.mark.parametrize("writer", [1, 2, 3])
+@pytest.mark.parametrize("reader", [1, 2, 3])
+def test_only_a_pipeline_of_as_many_stages_awaits_what_is_announced(
+    writer: int, reader: int
+) -> None:
+    request = make_request("r", PROMPT)
+    request.kv_transfer_params = announcement(5, 1, writer)
+    assert announced_tokens(request, reader) == (5 if reader == writer else 0)
+
+
 def announcing(prompt: list[int], num_tokens: int | None = None, name: str = "r") -> Request:
     """Make a request that announces `num_tokens`, or the whole prompt as streamed."""
     said = {"streamed": True} if num_tokens is None else {"num_tokens": num_tokens}

@@ -297,6 +297,22 @@ def test_one_of_the_ranks_loading_an_object_backfills_it(
     assert asked == Counter(loaded)
 
 
+@pytest.mark.parametrize("stage", range(2))
+def test_rank_of_a_stage_reads_the_shards_of_its_stage_in_any_size(stage: int) -> None:
+    layer_set = replace(LAYER_SET, total_heads=2 * HEADS)
+    shards = RankShards([layer_set], Rank(1, 2, pp_rank=stage, pp_size=2))
+    piece = Piece(A, 1, TOKENS, ((1,),))
+    parts = [
+        [
+            key.rpartition(".")[2]
+            for key, _ in shards.objects(NAMESPACE, replace(piece, tp_size=size))
+        ]
+        for size in (None, 1, 2, 4)
+    ]
+    names = [["t1of2"], ["t0of1"], ["t1of2"], ["t2of4", "t3of4"]]
+    assert parts == [[f"{name}-p{stage}of2" for name in of_size] for of_size in names]
+
+
 def test_chunk_is_one_object_and_can_be_loaded_in_part(host: Callable[[], Host]) -> None:
     source, target = host(), host()
     source.cache.copy_(random_cache())

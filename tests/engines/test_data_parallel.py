@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data-parallel ranks of one engine share KV and embeddings, as engines do."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from lab import model_cache
+from lab.servers.engine_forks import EngineForks
+from lab.servers.engines import EngineProcess, ec_argument, kv_argument
+from tests.conftest import CACHE, LOGS, engines
+from tests.engines.chat import QUESTION, ask, ask_rank, counting, picture, stored_kv, text
+from tests.releases import needs_encoder_metrics
+
+pytestmark = [pytest.mark.engine, pytest.mark.models, needs_encoder_metrics]
+
+STORY = [text("Tell me a story about the sea, the wind and the stars. " * 24)]
+FAMILIES = ["qwen2.5-vl"]
+OPTIONS = {"qwen2.5-vl": ("--block-size=32",)}
+ENCODED, LOADED = "ecshare_items/encoded", "ecshare_items/loaded"
+
+
+class Fleet(NamedTuple):
+    plain: EngineProcess
+    ranks: EngineProcess
+    root: Path
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def fleet(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, forks: EngineForks
+) -> Iterator[Fleet]:
+    """The engines of one model; they end before those of the next one start."""
+    family: str = request.param
+    root = tmp_path_factory.mktemp(family)
+    url, host = f"file://{root}/store", f"{root}/host"
+    transfers = [kind("both", url, host_cache_dir=host) for kind in (kv_argument, ec_argument)]
+    model = model_cache.model(CACHE / "models", family)
+    with engines(LOGS / f"{__name__}.{family}", model, forks) as start:
+        plain = start("plain", *OPTIONS[family])
+        ranks = start("ranks", "--data-parallel-size=2", *OPTIONS[family], *transfers)
+        for each in (plain, ranks):
+            each.wait_ready()
+        yield Fleet(plain, ranks, root)
+
+
+def test_rank_loads_kv_that_another_has_computed(fleet: Fleet) -> None:
+    expected = ask(fleet.plain, fleet.plain.model, STORY).tokens
+    cold = ask_rank(fleet.ranks, 0, fleet.ranks.model, STORY)
+    assert (cold.tokens, cold.num_cached_tokens) == (expected, 0)
+    assert stored_kv(fleet.root, "t0of1")
+    warm = ask_rank(fleet.ranks, 1, fleet.ranks.model, STORY)
+    assert warm.tokens == expected
+    assert warm.num_cached_tokens == warm.num_prompt_tokens - 1
+
+
+def test_rank_loads_embeddings_that_another_has_encoded(fleet: Fleet) -> None:
+    shown = [picture(7), QUESTION]
+    expected = ask(fleet.plain, fleet.plain.model, shown).tokens
+    with counting(fleet.ranks) as gained:
+        assert ask_rank(fleet.ranks, 0, fleet.ranks.model, shown).tokens == expected
+    assert (gained[ENCODED], gained[LOADED]) == (1, 0)
+    # Other words before it, so that no KV of the picture is loaded.
+    asked = [text("Look: "), *shown]
+    expected = ask(fleet.plain, fleet.plain.model, asked).tokens
+    with counting(fleet.ranks) as gained:
+        assert ask_rank(fleet.ranks, 1, fleet.ranks.model, asked).tokens == expected
+    assert (gained[ENCODED], gained[LOADED]) == (0, 1)
