@@ -46,6 +46,26 @@ def tree(folder: Path) -> dict[str, tuple[int, int, int]]:
     return {str(p): (s.st_size, s.st_mode, s.st_mtime_ns) for p, s in status.items()}
 
 
+def test_layers_of_a_kv_namespace_are_shown(doctor: Doctor, tmp_path: Path) -> None:
+    sets = [["full", 8, 2], ["window 1024", 40, 2], ["state GDN: 3x8 bfloat16", 24, 1]]
+    facts = {**FACTS, "layer_sets": sets}
+    start(tmp_path, facts, "", object_key(Kind.KV, namespace_digest(facts), "chunk"), kind=Kind.KV)
+    status, text = doctor()
+    assert status == 0, text
+    assert "layers: 8 of 'full', 40 of 'window 1024', 24 of 'state GDN: 3x8 bfloat16'" in text
+
+
+@pytest.mark.parametrize("sets", ["x", 7, [], [7], [[]], [["full"]], {"full": 8}])
+def test_layers_that_no_engine_wrote_are_left_out(
+    doctor: Doctor, tmp_path: Path, sets: object
+) -> None:
+    facts = {**FACTS, "layer_sets": sets}
+    start(tmp_path, facts, "", object_key(Kind.KV, namespace_digest(facts), "chunk"), kind=Kind.KV)
+    status, text = doctor()
+    assert status == 0, text
+    assert "layers:" not in text
+
+
 # --- folders ---
 
 
