@@ -39,8 +39,10 @@ has what was run on real engines, and explains the columns.
 - **KV**: what KVShareConnector decides about the layers that vLLM's code makes of the architecture,
   on a GPU, with the prefix cache on. The layers are those of the lab's small model, or of the
   default configuration. Other models of an architecture may have layers of other kinds: the log of
-  each engine says what it shares. `not tried`: vLLM builds the model on GPUs only, or there is no
-  configuration of it here. `hybrid`: [a hit ends with a state](kv.md#hybrid-models).
+  each engine says what it shares. `in layout`: the connector asks vLLM for
+  [this layout](kv.md#layer-sets-and-windows) of its KV cache. `not tried`: vLLM builds the model on
+  GPUs only, or there is no configuration of it here. `hybrid`:
+  [a hit ends with a state](kv.md#hybrid-models).
 - `not known`: the class cannot be imported without what the row names.
 
 A section at the end for each other release has the rows in which it differs.

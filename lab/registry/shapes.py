@@ -12,6 +12,7 @@ import json
 import re
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -31,6 +32,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec
 
 from kvshare.chunks.layers import refusal
+from kvshare.chunks.layouts import layout_for
 from lab.models import FAMILIES
 
 try:
@@ -38,8 +40,8 @@ try:
 except ImportError:
     from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
-# vLLM's default, and one in which layers of different shapes have blocks of equally many tokens.
-_LAYOUTS = ("LBNHC", "BLNHC")
+_USUAL_LAYOUT = "LBNHC"
+_BLOCK_TOKENS = 16
 _ENDINGS = re.compile("(For(CausalLM|ConditionalGeneration|CausalLMV)|Model|Config)$")
 
 
@@ -61,8 +63,8 @@ class Shapes:
         self._of_vllm = {_stem(name): name for name in map(str, _CONFIG_REGISTRY.values())}
 
     def kv(self, architecture: str) -> str | None:
-        """Return "yes", "yes, hybrid", the layout that it takes, or "no" and the reason; None: the
-        model cannot be built here."""
+        """Return "yes", "yes, hybrid", "yes" and the layout that is asked for, or "no" and the
+        reason; None: the model cannot be built here."""
         try:
             path = self._in_lab.get(architecture) or self._write_config(architecture)
             return None if path is None else _kv(path)
@@ -118,13 +120,14 @@ def _kv(path: Path) -> str:
     config.scheduler_config.enable_chunked_prefill = True
     with set_current_vllm_config(config):
         specs = _specs(config)
-        verdicts = [_refusal(config, specs, layout) for layout in _layouts(config)]
-    if verdicts[0] is None:
-        is_hybrid = any(isinstance(spec, MambaSpec) for spec in specs.values())
-        return "yes, hybrid" if is_hybrid else "yes"
-    if None in verdicts:
-        return f"only with `VLLM_KV_CACHE_LAYOUT={_LAYOUTS[verdicts.index(None)]}`"
-    return f"no: {verdicts[0]}"
+        with _on_gpu(config):
+            layout = layout_for(config)
+            reason = _refusal(config, specs, layout)
+    if reason is not None:
+        return f"no: {reason}"
+    if layout is not None:
+        return f"yes, in layout `{layout}`"
+    return "yes, hybrid" if any(isinstance(s, MambaSpec) for s in specs.values()) else "yes"
 
 
 def _specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
@@ -153,21 +156,25 @@ def _set_up_groups() -> None:
             ensure_model_parallel_initialized(1, 1)
 
 
-def _layouts(config: VllmConfig) -> tuple[str | None, ...]:
-    """Return the layouts to ask for; releases before 0.32 have no such choice."""
-    return _LAYOUTS if hasattr(config.cache_config, "kv_cache_layout") else (None,)
+@contextmanager
+def _on_gpu(config: VllmConfig) -> Iterator[None]:
+    """Have a GPU's device and block size in `config`."""
+    cache, device = config.cache_config, config.device_config
+    kept = cache.block_size, device.device_type
+    cache.block_size, device.device_type = _BLOCK_TOKENS, "cuda"
+    try:
+        yield
+    finally:
+        cache.block_size, device.device_type = kept
 
 
 def _refusal(config: VllmConfig, specs: dict[str, KVCacheSpec], layout: str | None) -> str | None:
-    if layout is not None:
-        config.cache_config.kv_cache_layout = layout
+    cache = config.cache_config
+    if hasattr(cache, "kv_cache_layout"):  # from 0.32 on
+        cache.kv_cache_layout = layout or _USUAL_LAYOUT
     groups = get_kv_cache_groups(config, dict(specs))
-    cache, device = config.cache_config, config.device_config
-    kept = cache.block_size, device.device_type
     # As vLLM's engine core sets it.
-    cache.block_size = min((each.kv_cache_spec.block_size for each in groups), default=kept[0])
-    device.device_type = "cuda"
-    try:
-        return refusal(config, KVCacheConfig(10, [], groups))
-    finally:
-        cache.block_size, device.device_type = kept
+    cache.block_size = min(
+        (each.kv_cache_spec.block_size for each in groups), default=_BLOCK_TOKENS
+    )
+    return refusal(config, KVCacheConfig(10, [], groups))
