@@ -70,7 +70,7 @@ unit: setup
 # other tests takes longer than to run some of these: tests/conftest.py refuses such tests elsewhere.
 PACKAGING_TESTS := tests/packaging
 packaging: setup
-	$(BIN)/python -m pytest -q -m packaging $(PACKAGING_TESTS)
+	$(BIN)/python -m pytest -q -m "packaging and not nightly" $(PACKAGING_TESTS)
 
 # Three at a time: engines that start leave half of two cores idle. The longest files first (as
 # tests/conftest.py sorts them), so that none is left to run alone. To collect all tests takes a
@@ -87,7 +87,7 @@ nightly: setup
 
 # Cases of which the gate tries one of each kind.
 test-cases: setup
-	$(BIN)/python -m pytest -q -m "nightly and not engine and not packaging and not browser" \
+	$(BIN)/python -m pytest -q -m "nightly and not engine and not browser" \
 		-n 2 --dist loadfile
 
 test-models: setup
