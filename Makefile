@@ -45,15 +45,14 @@ setup:
 demo: setup
 	@$(BIN)/python -m examples.one_box.demo --store "$(STORE)" $(if $(MODEL),--model "$(MODEL)")
 
-# Types and the wheel beside the unit tests, which leave some time of two cores. What they say comes
-# in one piece, when they have ended.
+# Types and the wheel beside the unit tests. What they say comes in one piece, when they have ended.
 test: setup
 	@$(MAKE) --no-print-directory -j 2 unit beside
 	@$(MAKE) --no-print-directory engines
 
 beside: setup
 	@mkdir -p .cache; \
-	nice $(MAKE) --no-print-directory lint packaging > .cache/beside.log 2>&1; status=$$?; \
+	$(MAKE) --no-print-directory lint packaging > .cache/beside.log 2>&1; status=$$?; \
 	cat .cache/beside.log; exit $$status
 
 lint: setup
@@ -62,19 +61,19 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/shellcheck .ci/run $(wildcard *.sh */*.sh */*/*.sh)
 
-# Two at a time, each file's in one process.
+# Three at a time, each file's in one process: tests that wait leave a quarter of two cores idle. The
+# longest files first (as tests/conftest.py sorts them), so that none is left to run alone.
 unit: setup
 	$(BIN)/python -m pytest -q -m "not engine and not packaging and not browser and not nightly" \
-		-n 2 --dist loadfile
+		-n 3 --dist loadfile --no-loadscope-reorder
 
 # The wheel with each extra in an empty environment: a minute, and a package index. To collect the
 # other tests takes longer than to run some of these: tests/conftest.py refuses such tests elsewhere.
 PACKAGING_TESTS := tests/packaging
 packaging: setup
-	$(BIN)/python -m pytest -q -m packaging $(PACKAGING_TESTS)
+	$(BIN)/python -m pytest -q -m "packaging and not nightly" $(PACKAGING_TESTS)
 
-# Three at a time: engines that start leave half of two cores idle. The longest files first (as
-# tests/conftest.py sorts them), so that none is left to run alone. To collect all tests takes a
+# Three at a time: engines that start leave half of two cores idle. To collect all tests takes a
 # while: tests/conftest.py refuses tests of engines elsewhere.
 ENGINE_TESTS := tests/engines tests/benchmarks tests/lab/test_fork_server.py
 engines: setup
@@ -88,7 +87,7 @@ nightly: setup
 
 # Cases of which the gate tries one of each kind.
 test-cases: setup
-	$(BIN)/python -m pytest -q -m "nightly and not engine and not packaging and not browser" \
+	$(BIN)/python -m pytest -q -m "nightly and not engine and not browser" \
 		-n 2 --dist loadfile
 
 test-models: setup

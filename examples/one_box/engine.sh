@@ -79,6 +79,8 @@ serve() { # serve ARGUMENT...
         # Three engines share the cores: left alone, each would pin a spinning thread to every one.
         export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + 2) / 3))}
         export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind}
+        # A single rank in the process of its scheduler, as on a GPU: of two, one would spin.
+        export VLLM_ENABLE_V1_MULTIPROCESSING=${VLLM_ENABLE_V1_MULTIPROCESSING:-0}
         DTYPE=${DTYPE:-float32} MAX_MODEL_LEN=${MAX_MODEL_LEN:-4096} MAX_NUM_SEQS=${MAX_NUM_SEQS:-8}
         arguments+=(--enforce-eager)
     fi

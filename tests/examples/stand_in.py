@@ -10,7 +10,10 @@ import os
 import socket
 import sys
 
-SHOWN = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "VLLM_CPU_KVCACHE_SPACE")
+SHOWN = (
+    *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "VLLM_CPU_KVCACHE_SPACE"),
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+)
 
 
 def main() -> None:

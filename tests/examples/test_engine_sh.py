@@ -230,6 +230,7 @@ def test_defaults_depend_on_device(box: Box) -> None:
     assert (parsed.dtype, parsed.max_model_len, parsed.max_num_seqs) == ("float32", 4096, 8)
     assert parsed.enforce_eager
     assert on_cpu.environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert on_cpu.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     on_gpu = box.engine_sh("plain", DEVICE="cuda")
     assert on_gpu.arguments[2:] == [
         *("--model=Qwen/Qwen2.5-VL-3B-Instruct", "--host=127.0.0.1", "--port=8004"),

@@ -4,6 +4,8 @@
 import base64
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +37,25 @@ families = pytest.mark.parametrize("family", gate_tries_only(GATE, sorted(FAMILI
 
 @families
 def test_same_seed_makes_the_same_model_files(family: str, tmp_path: Path) -> None:
-    kept = model_cache.model(CACHE / "models", family)
-    again = FAMILIES[family](tmp_path / "again", 0)
-    other = FAMILIES[family](tmp_path / "other", 1)
-    names = {path.name for path in kept.iterdir()}
-    assert names == {path.name for path in again.iterdir()}
-    assert all((kept / name).read_bytes() == (again / name).read_bytes() for name in names)
-    differing = {
-        name for name in names if (kept / name).read_bytes() != (other / name).read_bytes()
-    }
-    assert differing == {"model.safetensors"}
+    kept = contents(model_cache.model(CACHE / "models", family))
+    assert contents(FAMILIES[family](tmp_path / "again", 0)) == kept
+    other = contents(FAMILIES[family](tmp_path / "other", 1))
+    assert other.keys() == kept.keys()
+    assert {name for name in kept if kept[name] != other[name]} == {"model.safetensors"}
     with pytest.raises(FileExistsError):
         FAMILIES[family](tmp_path / "again", 0)
+
+
+@pytest.mark.parametrize("family", gate_tries_only(["qwen2"], sorted(FAMILIES)))
+def test_another_process_makes_the_same_model_files(family: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lab.models", family]
+    subprocess.run([*command, str(tmp_path / "again")], check=True)
+    kept = model_cache.model(CACHE / "models", family)
+    assert contents(tmp_path / "again") == contents(kept)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize(

@@ -249,6 +249,7 @@ def test_s3fs_extra_reaches_s3_without_obstore(
 
 
 @pytest.mark.azure
+@pytest.mark.nightly
 def test_azure_extra_reaches_azure(wheel: str, empty: Empty, azurite: Azurite) -> None:
     empty.install(f"{wheel}[azure]", *PINNED)
     ran = empty.doctor(f"az://{CONTAINER}/wheel", **azurite.storage_options())

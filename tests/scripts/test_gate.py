@@ -13,12 +13,13 @@ PROGRAM = """#!/bin/sh
 echo "$(basename "$0") $*" | tr -s ' ' | tee -a {folder}/ran
 case "$(basename "$0") $*" in *"{fails}"*) exit 3;; esac
 """
+UNIT = "and not nightly -n 3"
 EVERY = [
     "ruff check",
     "mypy",
     "shellcheck",
     "-m packaging",
-    "and not nightly -n 2",
+    UNIT,
     "engine and not",
 ]
 
@@ -44,9 +45,9 @@ def test_gate_runs_and_shows_every_part(tmp_path: Path) -> None:
     assert "engine and not models" in last, "engines take all cores themselves"
 
 
-@pytest.mark.parametrize("fails", ["ruff check", "mypy", "-m packaging", "-n 2", "not models"])
+@pytest.mark.parametrize("fails", ["ruff check", "mypy", "-m packaging", UNIT, "not models"])
 def test_failed_part_fails_the_gate(tmp_path: Path, fails: str) -> None:
     ran = make_test(tmp_path, fails)
     assert ran.returncode != 0
-    assert "-n 2" in ran.stdout, "the unit tests run all the same"
+    assert UNIT in ran.stdout, "the unit tests run all the same"
     assert ("engine and not models" in ran.stdout) == (fails == "not models")

@@ -270,6 +270,7 @@ async def test_azurite_errors_name_the_problem(azurite: Azurite) -> None:
 
 
 @pytest.mark.azure
+@pytest.mark.nightly
 async def test_two_accounts_hold_separate_objects(azurite: Azurite) -> None:
     key = object_key(Kind.EC, "0" * 32, "an object")
     url = f"az://{CONTAINER}/accounts"
