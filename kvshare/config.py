@@ -58,16 +58,19 @@ class KVConfig(ConnectorConfig, frozen=True, kw_only=True, forbid_unknown_fields
     the extra `zstd` brings. See [Compression](kv.md#compression). Only engines with the same value
     share KV."""
 
-    def check_dtypes(self, cache_dtypes: Collection[Any]) -> None:
+    def check_dtypes(self, cache_dtypes: Collection[Any], *, keeps_scales: bool = False) -> None:
         """Check that KV of these torch dtypes can be stored with these options.
+
+        `keeps_scales`: whether the blocks hold scales too.
 
         Raises:
             ConfigError: it cannot; names the option.
         """
-        if self.stored_dtype == "fp8" and any(each.itemsize == 1 for each in cache_dtypes):
+        is_small = keeps_scales or any(each.itemsize == 1 for each in cache_dtypes)
+        if self.stored_dtype == "fp8" and is_small:
             raise ConfigError(
                 f"{OPTIONS_PATH}.stored_dtype: 'fp8' is for caches of 16 or 32 bits, and this "
-                "engine's cache has 8 already. Leave the option out: objects are as small without"
+                "engine's cache has 8 or fewer. Leave the option out: objects are as small without"
             )
 
     def chunk_blocks(self, block_tokens: int) -> int:

@@ -27,9 +27,16 @@ from kvshare.chunks.layers import (
     state_names_of,
 )
 from kvshare.chunks.prefix import Chunk, Grid, HashFunction
+from kvshare.chunks.scales import keeps_scales
 from kvshare.chunks.slabs import SlabBytes, chunk_bytes, slab_sizes, state_bytes
 from kvshare.chunks.stages import kinds_of, layers_of_stages, parts_of_stages
-from kvshare.compat import cpu_attention_kernel, device_name, layout_generation, repacks_blocks
+from kvshare.compat import (
+    cpu_attention_kernel,
+    device_name,
+    layout_generation,
+    repacks_blocks,
+    vllm_release,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -170,7 +177,7 @@ def kv_namespace(  # noqa: PLR0913 — one parameter for each fact that our opti
         "head_size": model.get_head_size(),
         "layer_sets": list(layer_sets),
         "page": _kernel_name(vllm_config),
-        "layout": layout_generation(),
+        "layout": vllm_release() if keeps_scales(cache.cache_dtype) else layout_generation(),
         "other_dtype_layers": json_value(option(cache, "kv_cache_dtype_skip_layers")),
         "context": _context_facts(model),
         "draft": _draft_facts(vllm_config),

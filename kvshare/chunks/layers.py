@@ -29,7 +29,6 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
-    KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
@@ -41,6 +40,7 @@ from ecshare.plugin.deployment import deployment_refusal
 from ecshare.plugin.ranks import Rank
 from kvshare.chunks.layouts import layout_advice
 from kvshare.chunks.prefix import Chunk
+from kvshare.chunks.scales import keeps_scales, scales_refusal
 from kvshare.chunks.shards import (
     ShardSlice,
     is_first_holder,
@@ -51,6 +51,7 @@ from kvshare.chunks.shards import (
     stored_tp_sizes,
 )
 from kvshare.chunks.states import objects_of, state_facts, state_refusal
+from kvshare.compat import has_packed_layouts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -64,9 +65,8 @@ logger = logging.getLogger(__name__)
 _TRUSTED_HASHES = ("sha256", "sha256_cbor")
 # Compared by exact type: subclasses lay out or free their blocks in other ways.
 _SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
-# The scales of these caches are in the checkpoint. Other caches keep scales in the blocks, or
-# several tokens in one cell.
-_QUANTIZATIONS = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
+# Where only another model, or another connector, would help.
+_LEAVE_OUT = "leave --kv-transfer-config out"
 _KV_HEADS = re.compile("kv_heads|key_value_heads|heads?_kv|attention_groups")
 
 
@@ -132,8 +132,8 @@ class LayerSet:
     """0 for the first shape of a cache group. For another one, the bytes of a block, all that the
     scheduler half knows of it. Then a rank's heads count as one in `total_heads`."""
     is_opaque: bool = False
-    """Whether a block is more than the KV of its tokens one after the other. Only the worker half
-    knows for sure; the other half may take further layers for such."""
+    """Whether a block is more than the KV of its tokens one after the other. Of sparse attention
+    only the worker half knows for sure; the other half may take further layers for such."""
 
     @property
     def is_recurrent(self) -> bool:
@@ -192,7 +192,10 @@ class LayerSet:
 def refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str | None:
     """Return why the blocks of an engine with these options cannot be shared; None if they can."""
     if option(kv_cache_config, "hisparse_host_num_blocks") is not None:
-        return "HiSparse keeps blocks in a pool of the host's memory, with numbers of its own"
+        return (
+            "HiSparse keeps blocks in a pool of the host's memory, with numbers of its own: leave "
+            "HiSparseConnector and --attention-config.hisparse_config out"
+        )
     return (
         deployment_refusal(vllm_config)
         or _option_refusal(vllm_config)
@@ -212,18 +215,24 @@ def is_shareable(
     if why_not is not None:
         logger.warning("kvshare saves and loads nothing: %s.", why_not)
         return False
-    config.check_dtypes(cache_dtypes(kv_cache_config))
+    config.check_dtypes(
+        cache_dtypes(kv_cache_config),
+        keeps_scales=keeps_scales(vllm_config.cache_config.cache_dtype),
+    )
     return True
 
 
 def _option_refusal(vllm_config: "VllmConfig") -> str | None:
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     if _context_parallel_size(parallel) > 1:
-        return "context parallelism is not supported: ranks share the tokens of a block"
+        return (
+            "with context parallelism ranks share the tokens of a block: leave "
+            "--decode-context-parallel-size and --prefill-context-parallel-size out"
+        )
     if cache.prefix_caching_hash_algo not in _TRUSTED_HASHES:
         return (
-            f"prefix_caching_hash_algo is {cache.prefix_caching_hash_algo}, which needs to be one "
-            f"of {_TRUSTED_HASHES}"
+            f"--prefix-caching-hash-algo is {cache.prefix_caching_hash_algo}, which lets others "
+            f"make names collide: set one of {', '.join(_TRUSTED_HASHES)}"
         )
     if option(cache, "calculate_kv_scales"):
         return (
@@ -239,11 +248,14 @@ def _layer_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") 
     cache, scheduling = vllm_config.cache_config, vllm_config.scheduler_config
     specs = {spec for group in kv_cache_config.kv_cache_groups for _, spec in _layers(group)}
     if not specs:
-        return "the model has no KV cache"
+        return f"the model has no KV cache: {_LEAVE_OUT}"
     if not all(group.layer_names for group in kv_cache_config.kv_cache_groups):
-        return "a pipeline stage has no layer of a cache group that other stages have layers of"
+        return (
+            "a pipeline stage has no layer of a cache group that other stages have layers of: "
+            "lower --pipeline-parallel-size"
+        )
     for spec in specs:
-        why_not = _spec_refusal(spec, cache.block_size)
+        why_not = _spec_refusal(spec, cache)
         if why_not is not None:
             return why_not
         if spec.block_size != cache.block_size:
@@ -252,19 +264,19 @@ def _layer_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") 
                 f"{cache.block_size}: {layout_advice(vllm_config)}"
             )
     if all(isinstance(spec, MambaSpec) for spec in specs):
-        return "the model has recurrent layers only"
+        return f"the model has recurrent layers only: {_LEAVE_OUT}"
     why_not = _shapes_refusal(vllm_config, kv_cache_config)
     if why_not is not None:
         return why_not
     latent = {spec for spec in _first_specs(kv_cache_config) if isinstance(spec, MLAAttentionSpec)}
     if len(latent) > 1:
-        return "the model keeps several kinds of MLA caches, in several cache groups"
+        return f"the model keeps several kinds of MLA caches, in several cache groups: {_LEAVE_OUT}"
     if latent and not (cache.enable_prefix_caching or scheduling.enable_chunked_prefill):
         # vLLM turns both off where its kernel cannot continue a prompt: it would then compute the
         # rest of a partly loaded prompt as if nothing came before it.
         return (
-            "prefix caching and chunked prefill are off, which for MLA means that a prompt cannot "
-            "be continued"
+            "prefix caching and chunked prefill are off, so the MLA kernel cannot continue a "
+            "prompt: turn --enable-prefix-caching on, and on CPUs use one with AMX"
         )
     return None
 
@@ -281,32 +293,53 @@ def _shapes_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig")
         if len(likenesses) > len({size for size, _ in likenesses}):
             return (
                 "some layers of one cache group have blocks of another shape than others, which "
-                "vLLM's scheduler process cannot tell"
+                f"vLLM's scheduler process cannot tell: {_shapes_advice(vllm_config)}"
             )
         if len(likenesses) > 1 and any(isinstance(spec, MambaSpec) for _, spec in layers):
-            return "recurrent layers of one cache group have states of another shape than others"
+            return (
+                "recurrent layers of one cache group have states of another shape than others: "
+                f"{_LEAVE_OUT}"
+            )
         if len({AttentionWindow.of(spec) for _, spec in layers}) > 1:
-            return "layers of one cache group look back unequally far"
+            return f"layers of one cache group look back unequally far: {_LEAVE_OUT}"
         if not isinstance(layers[0][1], MLAAttentionSpec) or _has_own_draft(vllm_config):
             continue
         if not all(isinstance(spec, MLAAttentionSpec) for _, spec in layers):
-            return "a layer beside those with MLA has other attention, and is not a draft model's"
+            return (
+                "a layer beside those with MLA has other attention, and is not a draft model's: "
+                f"{_LEAVE_OUT}"
+            )
     return None
 
 
-def _spec_refusal(spec: KVCacheSpec, block_tokens: int) -> str | None:
+def _shapes_advice(vllm_config: "VllmConfig") -> str:
+    """Return what to do about layers that the scheduler process cannot tell apart."""
+    if not has_packed_layouts():  # older releases do not tell it the layers' sizes
+        return "use vLLM 0.32 or later"
+    if _draft(vllm_config) is not None:
+        return "leave the draft model out (--speculative-config)"
+    return _LEAVE_OUT
+
+
+def _spec_refusal(spec: KVCacheSpec, cache: Any) -> str | None:
     if type(spec) is MambaSpec:
-        return state_refusal(spec, block_tokens)
+        return state_refusal(spec, cache.block_size)
     if type(spec) not in _SPECS or not isinstance(spec, AttentionSpec):
-        return f"a KV cache of type {type(spec).__name__} is not supported"
-    if spec.kv_quant_mode not in _QUANTIZATIONS or spec.tokens_per_state != 1:
-        return f"a KV cache of quantization {spec.kv_quant_mode.name} is not supported"
-    if option(spec, "num_head_slots") is not None:
-        return "the attention kernel keeps something else than heads side by side in a block"
+        return f"a KV cache of type {type(spec).__name__} is not supported: {_LEAVE_OUT}"
+    why_not = scales_refusal(spec, cache.cache_dtype)
+    if why_not is not None:
+        return why_not
+    if spec.tokens_per_state != 1:
+        return f"the model keeps several tokens in one cell of its KV cache: {_LEAVE_OUT}"
+    if option(spec, "num_head_slots") is not None and not keeps_scales(cache.cache_dtype):
+        return (
+            "the attention kernel keeps something else than heads side by side in a block: set "
+            "--attention-backend to another one, such as TRITON_ATTN"
+        )
     if option(spec, "model_version"):
-        return f"the caches of {option(spec, 'model_version')} are not supported"
+        return f"the caches of {option(spec, 'model_version')} are not supported: {_LEAVE_OUT}"
     if option(spec, "non_causal"):
-        return "a token's KV depends on later tokens in this model"
+        return f"a token's KV depends on later tokens in this model: {_LEAVE_OUT}"
     return None
 
 
@@ -317,8 +350,13 @@ def layer_sets_of(
     tp_size = vllm_config.parallel_config.tensor_parallel_size
     models = (vllm_config.model_config, _draft(vllm_config))
     heads = max(most_kv_heads(each) for each in models if each is not None)
-    has_own_draft = _has_own_draft(vllm_config)
-    return layer_sets(kv_cache_config, tp_size, heads, has_own_draft=has_own_draft)
+    return layer_sets(
+        kv_cache_config,
+        tp_size,
+        heads,
+        has_own_draft=_has_own_draft(vllm_config),
+        is_opaque=keeps_scales(vllm_config.cache_config.cache_dtype),
+    )
 
 
 def _draft(vllm_config: "VllmConfig") -> Any:
@@ -366,12 +404,14 @@ def layer_sets(
     model_heads: int,
     *,
     has_own_draft: bool = False,
+    is_opaque: bool = False,
 ) -> tuple[LayerSet, ...]:
     """Return the layer sets of an engine for which `refusal` returns None.
 
     `model_heads`: the result of `most_kv_heads`, for the model or its draft, whichever has more.
-    `has_own_draft`: whether there is a draft model without MLA. The order is the same in every
-    engine of the model: layers without a window come first, then by window, then by shape.
+    `has_own_draft`: whether there is a draft model without MLA. `is_opaque`: whether blocks hold
+    scales. The order is the same in every engine of the model: layers without a window come first,
+    then by window, then by shape.
     """
     members: dict[tuple[Any, ...], list[tuple[str, int]]] = {}
     specs: dict[tuple[Any, ...], tuple[KVCacheSpec, KVCacheSpec]] = {}
@@ -400,10 +440,9 @@ def layer_sets(
             total_heads = 1 if is_replicated else tp_size
             made = replace(made, page_bytes=page_bytes, total_heads=total_heads)
         # The indexer of sparse attention keeps scales behind the numbers of all tokens.
-        is_opaque = latent > 1 or "ds_mla" in str(option(spec, "cache_dtype_str"))
-        if isinstance(spec, MLAAttentionSpec) and is_opaque:
-            made = replace(made, is_opaque=True)
-        sets.append(made)
+        is_sparse = latent > 1 or "ds_mla" in str(option(spec, "cache_dtype_str"))
+        is_own_opaque = is_opaque or (is_sparse and isinstance(spec, MLAAttentionSpec))
+        sets.append(replace(made, is_opaque=is_own_opaque))
     return tuple(sets)
 
 
@@ -535,8 +574,8 @@ def own_tp_size(sets: Sequence[LayerSet], tp_size: int) -> int:
 
 def readable_tp_sizes(sets: Sequence[LayerSet], tp_size: int) -> tuple[int, ...]:
     """Return the tensor-parallel sizes in which chunks can be stored that an engine of `tp_size`
-    can read: any, but the parts of a state, and of layers of which not all is known, are not
-    divided between ranks in another way."""
+    can read: any, but the parts of a state, opaque blocks, and those of layers of which not all is
+    known, are not divided between ranks in another way."""
     if _is_bound(sets):
         return (tp_size,)
     return stored_tp_sizes([each.total_heads for each in sets])
@@ -545,7 +584,8 @@ def readable_tp_sizes(sets: Sequence[LayerSet], tp_size: int) -> tuple[int, ...]
 def _is_bound(sets: Sequence[LayerSet]) -> bool:
     """Return whether a rank's parts are of use to the same rank of an equally large engine only."""
     has_heads = any(each.total_heads > 1 for each in sets)
-    return has_states(sets) or (has_heads and any(each.page_bytes for each in sets))
+    is_whole = any(each.page_bytes or each.is_opaque for each in sets)
+    return has_states(sets) or (has_heads and is_whole)
 
 
 def has_states(sets: Sequence[LayerSet]) -> bool:

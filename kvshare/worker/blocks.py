@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from msgspec import structs
 from torch import Tensor
 
 from ecshare.store.format import TensorSpec
@@ -148,12 +147,28 @@ class BlockCaches:
     def can_use(self, stored: TensorSpec, piece: Piece) -> bool:
         """Return whether `stored` is an object of `piece` in a form that this engine can read.
 
-        Heads may be outside tokens or inside them and, on a GPU, kernel blocks may have any size.
+        Heads may be outside tokens or inside them and kernel blocks may have any size, if the
+        kernel keeps the tokens of a block one after the other.
         """
-        own = self._stored(self.spec(piece))
-        order = stored.attributes.get("order")
-        if stored.attributes != {**own.attributes, "order": order} or len(stored.shape) != 5:
+        if not self._is_of(piece, stored) or stored.attributes["page"] != self.layout:
             return False
+        if self._erase is None:
+            return True
+        order, tokens = stored.attributes["order"], _kernel_tokens(stored)
+        return (order, tokens) == (_order(is_head_first=self._is_head_first), self._kernel_tokens)
+
+    def has_another_layout(self, stored: TensorSpec, piece: Piece) -> bool:
+        """Return whether `stored`, which `can_use` refuses, has the blocks of `piece` in another
+        layout."""
+        return isinstance(stored.attributes.get("page"), str) and self._is_of(piece, stored)
+
+    def _is_of(self, piece: Piece, stored: TensorSpec) -> bool:
+        """Return whether `stored` has the blocks of `piece`, in any layout."""
+        own = self._stored(self.spec(piece))
+        free = {name: stored.attributes.get(name) for name in ("order", "page")}
+        if stored.attributes != {**own.attributes, **free} or len(stored.shape) != 5:
+            return False
+        order = stored.attributes["order"]
         if order not in _ORDERS or stored.dtype != own.dtype:
             return False
         layers, blocks, heads, tokens, content = stored.shape
@@ -164,13 +179,7 @@ class BlockCaches:
             and heads == self._num_stored_heads(piece)
             and blocks * tokens == piece.num_blocks * self._block_tokens
             and blocks % piece.num_blocks == 0
-            and (self._erase is None or tokens == self._kernel_tokens)
         )
-
-    def has_another_layout(self, stored: TensorSpec, piece: Piece) -> bool:
-        """Return whether `stored` is an object of `piece` whose blocks have another layout."""
-        own = structs.replace(stored, attributes={**stored.attributes, "page": self.layout})
-        return isinstance(stored.attributes.get("page"), str) and self.can_use(own, piece)
 
     def is_sound(self, stored: Tensor) -> bool:
         """Return whether the bytes of an object that `can_use` has accepted may go to blocks."""
@@ -350,6 +359,12 @@ class BlockCaches:
 
 
 _ORDERS = ("head token", "token head")
+
+
+def _kernel_tokens(stored: TensorSpec) -> int:
+    """Return the tokens of a kernel block in an object with one of `_ORDERS`."""
+    is_head_first = stored.attributes["order"] == _order(is_head_first=True)
+    return stored.shape[3 if is_head_first else 2]
 
 
 def _order(*, is_head_first: bool) -> str:

@@ -6,10 +6,13 @@ differently although their caches have the same shape, and no checksum detects t
 tries its kernels when it gets its caches: vLLM's own operation writes known keys and values to one
 block of each layer. The bytes that would be stored of that block are hashed. All objects of this
 worker have the digest as their `page`, and the worker uses no objects with another one.
+
+In opaque blocks the values are not found again. There the digest is of all bytes of the block, of
+the backends' names and of vLLM's release.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -57,7 +60,12 @@ class LayoutCheck:
 
     @torch.inference_mode()
     def layout_of(
-        self, blocks: BlockCaches, block_ids: Sequence[int], block_tokens: int
+        self,
+        blocks: BlockCaches,
+        block_ids: Sequence[int],
+        block_tokens: int,
+        *,
+        is_opaque: bool = False,
     ) -> BlockLayout:
         """Try the layers of `blocks` on the block of each of their cache groups in `block_ids`.
 
@@ -68,13 +76,10 @@ class LayoutCheck:
             Exception: any error of vLLM's operation.
         """
         found = blocks.layers_at(block_ids)
-        untried = {
-            attention_backend(self.layers.get(name))
-            for name, *_ in found
-            if not has_cache_operation(self.layers.get(name))
-        }
+        layers = [self.layers.get(name) for name, *_ in found]
+        untried = [each for each in layers if not _can_try(each, is_opaque=is_opaque)]
         if untried:
-            names = ", ".join(sorted(untried))
+            names = _names_of(layers if is_opaque else untried)
             return BlockLayout(self.untried(names), names)
         before = [view.clone() for *_, view in found]
         try:
@@ -87,10 +92,13 @@ class LayoutCheck:
             piece = Piece(
                 ChunkKey(bytes(32)), 1, block_tokens, tuple((each,) for each in block_ids)
             )
-            heads = blocks.by_head(_stored(blocks, piece))
+            stored = _stored(blocks, piece)
         finally:
             for (*_, view), old in zip(found, before, strict=True):
                 view.copy_(old)
+        if is_opaque:
+            return BlockLayout(self._opaque(stored, _names_of(layers)))
+        heads = blocks.by_head(stored)
         for (name, *_), layer, width in zip(found, heads, widths, strict=True):
             _check(name, layer, block_tokens * width)
         # Only one head is hashed, so that the digest is equal for all tensor-parallel sizes.
@@ -101,10 +109,13 @@ class LayoutCheck:
         """Return the digest for kernels that cannot be tried: of their `name` and the release."""
         return _digest(f"untried {name} vLLM {self.release}".encode())
 
-    def untried_layers(self, names: Iterable[str]) -> str:
-        """Return the digest for layers that cannot be tried: of their backends and the release."""
-        backends = {attention_backend(self.layers.get(name)) for name in names}
-        return self.untried(", ".join(sorted(backends)))
+    def _opaque(self, stored: Tensor, backends: str) -> str:
+        """Return the digest for opaque blocks, from a `stored` one of each layer."""
+        content = stored.flatten(1).view(torch.uint8)
+        if not content.any(1).all():
+            raise LayoutCheckError("the engine wrote nothing to the block of a layer")
+        kernel = f"opaque {backends} vLLM {self.release} ".encode()
+        return _digest(kernel + content.numpy().tobytes())
 
     def _known(
         self, device: torch.device, number: int, num_tokens: int, name: str, width: int
@@ -113,6 +124,15 @@ class LayoutCheck:
         values = hashlib.shake_256(f"{name} {number}".encode()).digest(num_tokens * width)
         flat = torch.frombuffer(bytearray(values), dtype=torch.uint8) % _LARGEST + 1
         return flat.view(num_tokens, width).to(device, self.dtype)
+
+
+def _can_try(layer: Any, *, is_opaque: bool) -> bool:
+    # Opaque MLA is sparse: an indexer lies beside it, whose operation is another one.
+    return has_cache_operation(layer) and not (is_opaque and hasattr(layer, "kv_lora_rank"))
+
+
+def _names_of(layers: Sequence[Any]) -> str:
+    return ", ".join(sorted({attention_backend(each) for each in layers}))
 
 
 def _stored(blocks: BlockCaches, piece: Piece) -> Tensor:

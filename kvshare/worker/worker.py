@@ -371,13 +371,12 @@ def _learn_layouts(shape: CacheShape, blocks: Sequence[BlockCaches]) -> bool:
             # Only a forward pass writes a state, so the kernels cannot be tried.
             each.layout = shape.check.untried(layer_set.state)
             continue
-        if layer_set.is_opaque:
-            each.layout = shape.check.untried_layers(name for name, _ in layer_set.layers)
-            continue
         # The last blocks, one for each cache group: groups may be one memory.
         block_ids = [shape.num_blocks - 1 - place for place, _ in enumerate(layer_set.groups)]
         try:
-            layout = shape.check.layout_of(each, block_ids, shape.block_tokens)
+            layout = shape.check.layout_of(
+                each, block_ids, shape.block_tokens, is_opaque=layer_set.is_opaque
+            )
         except Exception as exc:  # noqa: BLE001 — another release's kernel may raise anything
             logger.warning(
                 "kvshare saves and loads nothing: the check of its block layout failed (%s: %s).",

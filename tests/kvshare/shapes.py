@@ -126,8 +126,9 @@ def _parts(block: Tensor, token: int) -> list[Tensor]:
     """View one token in `block` [head, token, content] of a layer."""
     if block.dtype != torch.uint8:
         return [block[:, token].view(torch.float32)]
-    # As `indexer_k_quant_and_cache` writes a block.
-    numbers = block.view(torch.float32).flatten()
+    # As `indexer_k_quant_and_cache` writes a block, and the kernels of some dtypes with scales.
+    in_memory_order = block if block.is_contiguous() else block.transpose(0, 1)
+    numbers = in_memory_order.view(torch.float32).view(-1)
     width = len(numbers) // BLOCK - 1
     scales = numbers[BLOCK * width :]
     return [numbers[token * width : (token + 1) * width], scales[token : token + 1]]

@@ -317,7 +317,7 @@ def test_fp8_option_is_refused_for_an_8_bit_cache(
     monkeypatch.setattr("ecshare.plugin.ranks.worker_rank", lambda _: Rank(0, 1))
     config = vllm_config(text_model, options(tmp_path, **FP8))
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=dtype)
-    with pytest.raises(ConfigError, match=rf"{OPTIONS_PATH}\.stored_dtype: .* has 8 already"):
+    with pytest.raises(ConfigError, match=rf"{OPTIONS_PATH}\.stored_dtype: .* has 8 or fewer"):
         KVShareConnector(config, role, cache_config(8, [spec]))
 
 

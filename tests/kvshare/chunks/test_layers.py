@@ -31,6 +31,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from ecshare.plugin.ranks import Rank
+from kvshare.chunks import layers
 from kvshare.chunks.layers import (
     AttentionWindow,
     LayerSet,
@@ -45,6 +46,7 @@ from kvshare.chunks.layers import (
     state_names_of,
 )
 from kvshare.chunks.prefix import Chunk, ChunkKey
+from kvshare.compat import has_packed_layouts
 from tests.releases import needs_packed_layouts
 
 BLOCKS, HEADS, TOKENS = 5, 2, 16
@@ -52,6 +54,12 @@ SHAPE: dict[str, Any] = {"block_size": TOKENS, "dtype": torch.float32, "head_siz
 FULL = FullAttentionSpec(num_kv_heads=HEADS, **SHAPE)
 MLA = MLAAttentionSpec(num_kv_heads=1, **SHAPE)
 LOCAL = ChunkedLocalAttentionSpec(num_kv_heads=HEADS, attention_chunk_size=48, **SHAPE)
+PER_TOKEN_HEAD = replace(
+    FULL,
+    dtype=torch.int8,
+    kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD,
+    state_content_bytes=2 * (8 + 4),
+)
 STATE_BYTES = 3 * 8 * 2 + 4 * 8 * 8 * 4
 STATE = MambaSpec(
     block_size=TOKENS,
@@ -73,6 +81,7 @@ def engine(**more: Any) -> Any:
             "pipeline_parallel_size": 1,
             "tensor_parallel_size": 1,
             "decode_context_parallel_size": 1,
+            "prefill_context_parallel_size": 1,
             "distributed_executor_backend": "mp",
             "world_size": 2,
         },
@@ -82,6 +91,7 @@ def engine(**more: Any) -> Any:
             "prefix_caching_hash_algo": "sha256",
             "block_size": TOKENS,
             "enable_prefix_caching": True,
+            "cache_dtype": "auto",
             "calculate_kv_scales": False,
             "prefix_match_unit": None,
         },
@@ -130,38 +140,144 @@ class Derived(FullAttentionSpec):
     """A spec whose layout we do not know."""
 
 
+LEAVE_OUT = "leave --kv-transfer-config out"
+OTHER_DTYPE = "set --kv-cache-dtype to another one, such as auto or fp8"
+
+
 @pytest.mark.parametrize(
-    ("config", "specs", "says"),
+    ("config", "specs", "reason", "remedy"),
     [
-        (engine(), (), "no KV cache"),
-        (engine(device_type="xpu"), (FULL,), "devices of the kind xpu"),
-        (engine(distributed_executor_backend="external_launcher"), (FULL,), "external_launcher"),
-        (engine(), (FULL, Derived(num_kv_heads=HEADS, **SHAPE)), "type Derived"),
-        (engine(), (replace(FULL, kv_quant_mode=KVQuantMode.NVFP4),), "NVFP4"),
-        (engine(), (replace(MLA, model_version="deepseek_v4"),), "deepseek_v4"),
-        (engine(), (MLA, replace(MLA, head_size=16)), "several kinds of MLA"),
-        (engine(), (replace(FULL, non_causal=True),), "later tokens"),
-        (engine(), (replace(FULL, num_head_slots=2),), "something else than heads"),
-        (engine(), (FULL, replace(window(64), block_size=32)), "blocks of 32 tokens"),
-        (engine(), (FULL, replace(STATE, mamba_cache_mode="none")), "enable-prefix-caching"),
-        (engine(), (FULL, replace(STATE, num_speculative_blocks=2)), "speculative"),
-        (engine(), (FULL, replace(STATE, block_size=32)), "blocks of 32 tokens"),
-        (engine(), (STATE, STATE), "recurrent layers only"),
-        (engine(decode_context_parallel_size=2), (FULL,), "context"),
-        (engine(prefix_caching_hash_algo="xxhash"), (FULL,), "xxhash"),
-        (engine(calculate_kv_scales=True), (FULL,), "calculate_kv_scales"),
-        (engine(prefix_match_unit=8), (FULL,), "prefix_match_unit"),
+        (engine(), (), "no KV cache", LEAVE_OUT),
+        (engine(), (FULL, Derived(num_kv_heads=HEADS, **SHAPE)), "type Derived", LEAVE_OUT),
+        (engine(), (replace(FULL, tokens_per_state=2),), "several tokens in one cell", LEAVE_OUT),
+        (engine(), (replace(MLA, model_version="deepseek_v4"),), "deepseek_v4", LEAVE_OUT),
+        (engine(), (MLA, replace(MLA, head_size=16)), "several kinds of MLA", LEAVE_OUT),
+        (engine(), (replace(FULL, non_causal=True),), "later tokens", LEAVE_OUT),
+        (
+            engine(),
+            (replace(FULL, num_head_slots=2),),
+            "something else than heads",
+            "set --attention-backend to another one",
+        ),
+        (
+            engine(),
+            (FULL, replace(window(64), block_size=32)),
+            "blocks of 32 tokens",
+            "on CPUs vLLM has no KV cache layout" if has_packed_layouts() else "set --block-size",
+        ),
+        (
+            engine(),
+            (FULL, replace(STATE, mamba_cache_mode="none")),
+            "in mode 'align'",
+            "with --enable-prefix-caching",
+        ),
+        (engine(), (FULL, replace(STATE, num_speculative_blocks=2)), "speculative", "leave it out"),
+        (
+            engine(),
+            (FULL, replace(STATE, block_size=32)),
+            "blocks of 32 tokens",
+            "leave --mamba-block-size out",
+        ),
+        (engine(), (STATE, STATE), "recurrent layers only", LEAVE_OUT),
+        (
+            engine(decode_context_parallel_size=2),
+            (FULL,),
+            "ranks share the tokens of a block",
+            "leave --decode-context-parallel-size and --prefill-context-parallel-size out",
+        ),
+        (
+            engine(prefill_context_parallel_size=2),
+            (FULL,),
+            "ranks share the tokens of a block",
+            "leave --decode-context-parallel-size and --prefill-context-parallel-size out",
+        ),
+        (
+            engine(prefix_caching_hash_algo="xxhash"),
+            (FULL,),
+            "--prefix-caching-hash-algo is xxhash",
+            "set one of sha256, sha256_cbor",
+        ),
+        (
+            engine(calculate_kv_scales=True),
+            (FULL,),
+            "calculate_kv_scales is on, and each engine would scale its KV in its own way",
+            "leave it out",
+        ),
+        (
+            engine(prefix_match_unit=8),
+            (FULL,),
+            "prefix_match_unit is set, and blocks are hashed in pieces",
+            "leave it out",
+        ),
         (
             engine(enable_prefix_caching=False, enable_chunked_prefill=False),
             (MLA,),
-            "cannot be continued",
+            "cannot continue a prompt",
+            "turn --enable-prefix-caching on, and on CPUs use one with AMX",
+        ),
+        (
+            engine(cache_dtype="mine"),
+            (FULL,),
+            "the KV cache dtype mine is a plugin's",
+            OTHER_DTYPE,
+        ),
+        (
+            engine(cache_dtype="int8_per_token_head"),
+            (replace(FULL, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD),),
+            "where a KV cache of quantization INT8_PER_TOKEN_HEAD keeps its scales is unknown",
+            OTHER_DTYPE,
+        ),
+        (
+            engine(),
+            (PER_TOKEN_HEAD,),
+            "quantization INT8_PER_TOKEN_HEAD and --kv-cache-dtype is auto",
+            "leave kv_cache_dtype out of --speculative-config",
         ),
     ],
 )
-def test_unsupported_engines_are_refused_with_the_reason(
-    config: Any, specs: tuple[Any, ...], says: str
+def test_unsupported_engines_are_refused_with_the_reason_and_what_helps(
+    config: Any, specs: tuple[Any, ...], reason: str, remedy: str
 ) -> None:
-    assert says in (refusal(config, cache(*specs)) or "")
+    said = refusal(config, cache(*specs)) or ""
+    assert reason in said
+    assert remedy in said.partition(reason)[2]
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (engine(device_type="xpu"), "devices of the kind xpu"),
+        (engine(distributed_executor_backend="external_launcher"), "external_launcher"),
+    ],
+)
+def test_deployments_of_unsupported_kinds_are_refused(config: Any, says: str) -> None:
+    assert says in (refusal(config, cache(FULL)) or "")
+
+
+@pytest.mark.parametrize(
+    ("specs", "reason"),
+    [
+        ((STATE, replace(STATE, page_size_padded=None)), "states of another"),
+        ((FULL, replace(LOCAL, num_kv_heads=4)), "look back unequally far"),
+    ],
+)
+@needs_packed_layouts
+def test_groups_that_vllm_does_not_make_today_are_refused(
+    specs: tuple[Any, ...], reason: str
+) -> None:
+    found = one_group(*specs)
+    found.kv_cache_groups.append(KVCacheGroupSpec(["l.9"], FULL))
+    said = refusal(engine(), found) or ""
+    assert reason in said
+    assert LEAVE_OUT in said
+
+
+def test_stage_without_a_layer_of_a_group_is_refused() -> None:
+    found = cache(FULL, window(64))
+    found.kv_cache_groups[1].layer_names.clear()
+    said = refusal(engine(), found) or ""
+    assert "no layer of a cache group" in said
+    assert said.endswith("lower --pipeline-parallel-size")
 
 
 def test_states_are_refused_if_vllm_does_not_say_where_they_are(
@@ -235,7 +351,9 @@ def test_states_that_every_rank_holds_are_not_mixed_with_divided_ones() -> None:
 def test_hisparse_pools_are_refused() -> None:
     seen = cache(FULL)
     seen.hisparse_host_num_blocks = 64
-    assert "HiSparse" in (refusal(engine(), seen) or "")
+    said = refusal(engine(), seen) or ""
+    assert "HiSparse keeps blocks in a pool" in said
+    assert said.endswith("leave HiSparseConnector and --attention-config.hisparse_config out")
 
 
 def test_groups_with_equal_windows_form_one_layer_set() -> None:
@@ -263,8 +381,23 @@ def test_group_with_shapes_that_vllm_does_not_tell_apart_is_refused() -> None:
         assert refusal(engine(), seen) is None
         said = refusal(engine(), found)
         assert said is None if why_not is None else why_not in (said or "")
-    found.kv_cache_tensors = []  # as in earlier releases
+    # As in earlier releases.
+    found.kv_cache_tensors = []
     assert "another shape" in (refusal(engine(), found) or "")
+
+
+def test_shapes_that_vllm_does_not_tell_apart_are_refused_with_what_helps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = one_group(FULL, FullAttentionSpec(num_kv_heads=2 * HEADS, **SHAPE | {"head_size": 4}))
+    monkeypatch.setattr(layers, "has_packed_layouts", lambda: True)
+    assert (refusal(engine(), found) or "").endswith(f"cannot tell: {LEAVE_OUT}")
+    config = engine()
+    config.speculative_config = WITH_OWN_DRAFT
+    said = refusal(config, found) or ""
+    assert said.endswith("leave the draft model out (--speculative-config)")
+    monkeypatch.setattr(layers, "has_packed_layouts", lambda: False)
+    assert (refusal(config, found) or "").endswith("use vLLM 0.32 or later")
 
 
 def one_group(*specs: Any) -> KVCacheConfig:
@@ -335,7 +468,8 @@ def test_single_rank_with_a_draft_of_another_shape_reads_no_other_size() -> None
 @needs_packed_layouts
 def test_draft_without_mla_beside_mla_is_refused_if_no_option_says_that_it_is_a_draft() -> None:
     """Each rank would be taken to hold all of it."""
-    assert "not a draft model's" in (refusal(engine(), one_group(MLA, GQA_DRAFT)) or "")
+    said = refusal(engine(), one_group(MLA, GQA_DRAFT)) or ""
+    assert said.endswith(f"not a draft model's: {LEAVE_OUT}")
 
 
 @pytest.mark.parametrize(

@@ -290,6 +290,22 @@ def test_interleaved_cpu_blocks_are_read_only_at_their_own_size() -> None:
     assert blocks_of(caches).can_use(of_halves, piece)
     mixed = BlockCaches(caches, layer_set(caches), BLOCKS, TOKENS, erase=backwards)
     assert not mixed.can_use(of_halves, piece)
+    assert mixed.has_another_layout(of_halves, piece)
+
+
+def test_opaque_blocks_are_read_only_in_their_own_order_and_size() -> None:
+    piece, caches = piece_of([1]), named(head_major())
+    opaque = BlockCaches(caches, layer_set(caches), BLOCKS, TOKENS, erase=fails)
+    assert opaque.can_use(blocks_of(caches).spec(piece), piece)
+    for make in (token_major, kernel_blocks):
+        other = blocks_of(named(make())).spec(piece)
+        assert not opaque.can_use(other, piece)
+        assert opaque.has_another_layout(other, piece)
+    for field in ("block_tokens", "num_tokens", "chunk"):
+        spec = opaque.spec(piece)
+        wrong = structs.replace(spec, attributes={**spec.attributes, field: 2 * TOKENS})
+        assert not opaque.can_use(wrong, piece)
+        assert not opaque.has_another_layout(wrong, piece)
 
 
 @pytest.mark.parametrize("make", LAYOUTS)

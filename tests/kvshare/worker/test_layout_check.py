@@ -72,10 +72,10 @@ class Engine:
         self.layer_set = LayerSet(0, groups, members, AttentionWindow(), heads, heads)
         self.dtype = dtype
 
-    def layout(self, release: str = RELEASE) -> BlockLayout:
+    def layout(self, release: str = RELEASE, *, is_opaque: bool = False) -> BlockLayout:
         blocks = BlockCaches(self.caches, self.layer_set, BLOCKS, TOKENS)
         check = LayoutCheck(self.layers, self.dtype, release)
-        return layout(check, blocks, len(self.layer_set.groups))
+        return layout(check, blocks, len(self.layer_set.groups), is_opaque=is_opaque)
 
     def change(self, change: Change) -> None:
         """Replace the write of all layers by `change(write, layer, k, v, cache, slots)`."""
@@ -84,8 +84,11 @@ class Engine:
             layer.impl.do_kv_cache_update = lambda *given, write=write: change(write, *given)
 
 
-def layout(check: LayoutCheck, blocks: BlockCaches, num_groups: int = 1) -> BlockLayout:
-    return check.layout_of(blocks, (BLOCKS - 1, BLOCKS - 2)[:num_groups], TOKENS)
+def layout(
+    check: LayoutCheck, blocks: BlockCaches, num_groups: int = 1, *, is_opaque: bool = False
+) -> BlockLayout:
+    block_ids = (BLOCKS - 1, BLOCKS - 2)[:num_groups]
+    return check.layout_of(blocks, block_ids, TOKENS, is_opaque=is_opaque)
 
 
 @pytest.fixture
@@ -185,6 +188,48 @@ def test_check_fails_if_blocks_do_not_hold_the_written_values(
     with pytest.raises(LayoutCheckError, match=says):
         engine.layout()
     assert all(torch.equal(cache[-1], last[name]) for name, cache in engine.caches.items())
+
+
+def test_opaque_blocks_are_tried_without_finding_the_written_values(config: VllmConfig) -> None:
+    """The digest is of all bytes, the back end and the release."""
+
+    def in_half(write: Change, *given: Any) -> None:
+        layer, key, value, *rest = given
+        write(layer, key // 2, value // 2, *rest)
+
+    def found(release: str = RELEASE, *changes: Change) -> BlockLayout:
+        engine = Engine(config, num_groups=2)
+        before = {name: cache.clone() for name, cache in engine.caches.items()}
+        for change in changes:
+            engine.change(change)
+        layout = engine.layout(release, is_opaque=True)
+        assert all(torch.equal(cache, before[name]) for name, cache in engine.caches.items())
+        return layout
+
+    plain = found()
+    assert not plain.untried
+    assert found() == plain
+    assert plain != Engine(config, num_groups=2).layout()
+    changed = [found(RELEASE, change) for change in (swapped, turned, doubled, in_half, unlike)]
+    changed.append(found("0.31.0"))
+    assert len({each.digest for each in (plain, *changed)}) == 7
+
+
+def test_opaque_blocks_of_another_back_end_have_another_digest(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(config)
+    before = engine.layout(is_opaque=True)
+    for layer in engine.layers.values():
+        monkeypatch.setattr(layer.get_attn_backend(), "get_name", lambda: "OTHER")
+    assert engine.layout(is_opaque=True).digest != before.digest
+
+
+def test_opaque_check_fails_if_the_engine_writes_nothing_to_the_block(config: VllmConfig) -> None:
+    engine = Engine(config)
+    engine.change(lambda *_: None)
+    with pytest.raises(LayoutCheckError, match="wrote nothing"):
+        engine.layout(is_opaque=True)
 
 
 def test_digest_of_an_uncheckable_kernel_names_back_end_and_release(config: VllmConfig) -> None:

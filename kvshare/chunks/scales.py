@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which KV dtypes of vLLM have scales of their own, and whether the blocks hold them.
+
+The kernels of these dtypes compute a scale for each token and head, or for a few numbers. vLLM's
+attention backends pack the scales into the blocks, beside or behind the numbers
+(`AttentionSpec.state_content_bytes`), so that a block is complete. But where they lie depends on
+the kernel: on the device, and even on installed packages, for blocks of one shape. So such blocks
+are opaque bytes.
+"""
+
+from typing import get_args
+
+from vllm.config.cache import CacheDType
+from vllm.v1.kv_cache_interface import AttentionSpec, get_kv_quant_mode
+
+# Names of vLLM's `KVQuantMode`, because older releases lack some. The scales of these are in the
+# checkpoint.
+_WITHOUT_SCALES = ("NONE", "FP8_PER_TENSOR")
+# All that the backends of vLLM 0.30 to 0.33 pack.
+_IN_BLOCKS = (
+    "INT8_PER_TOKEN_HEAD",
+    "FP8_PER_TOKEN_HEAD",
+    "INT4_PER_TOKEN_HEAD",
+    "NVFP4",
+    "NVFP4_DS_MLA",
+    "TURBOQUANT_K8V4",
+    "TURBOQUANT_4BIT_NC",
+    "TURBOQUANT_K3V4_NC",
+    "TURBOQUANT_3BIT_NC",
+    "ULTRAQUANT_4BIT",
+    "OCTAVE_K3V4",
+    "OCTAVE_K3V3",
+    "OCTAVE_K3V3_COMPACT",
+)
+_REMEDY = "set --kv-cache-dtype to another one, such as auto or fp8"
+
+
+def keeps_scales(cache_dtype: str) -> bool:
+    """Return whether the blocks of an engine with this `--kv-cache-dtype` hold scales."""
+    return get_kv_quant_mode(str(cache_dtype)).name not in _WITHOUT_SCALES
+
+
+def scales_refusal(spec: AttentionSpec, cache_dtype: str) -> str | None:
+    """Return why blocks of layers with `spec` may not hold all that is needed to read them; None if
+    they do. `cache_dtype`: that of the engine."""
+    if cache_dtype not in get_args(CacheDType):
+        # Its mode says nothing: 0.33 gives CUSTOM the number of another mode.
+        return (
+            f"the KV cache dtype {cache_dtype} is a plugin's, and where it keeps its scales is "
+            f"unknown: {_REMEDY}"
+        )
+    mode = spec.kv_quant_mode.name
+    if mode in _WITHOUT_SCALES:
+        return None
+    if mode not in _IN_BLOCKS or spec.state_content_bytes is None:
+        return f"where a KV cache of quantization {mode} keeps its scales is unknown: {_REMEDY}"
+    if mode != get_kv_quant_mode(cache_dtype).name:
+        # The scheduler process does not know the dtypes of all layers.
+        return (
+            f"some layers have a KV cache of quantization {mode} and --kv-cache-dtype is "
+            f"{cache_dtype}: leave kv_cache_dtype out of --speculative-config"
+        )
+    return None
