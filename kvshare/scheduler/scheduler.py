@@ -373,7 +373,7 @@ class KVScheduler:
         progress = tracked.progress
         # A session that goes on replaces the token that ended its turn, so fewer are computed.
         progress.end_tokens = min(progress.end_tokens, request.num_computed_tokens)
-        num_dropped, num_declined = self._saves.left(progress)
+        num_dropped, num_declined = self._saves.ended(progress)
         if num_dropped:
             self._engine.stats.add("blocks/dropped", num_dropped)
         if num_declined:
@@ -511,10 +511,7 @@ class KVScheduler:
         for request_id, handed_over in states_of_step(output).items():
             if request_id in self._tracked:
                 yield from self._saves.states(self._tracked[request_id].progress, handed_over)
-        for request_id in output.num_scheduled_tokens:
-            progress = self._progress_of(request_id)
-            if progress is not None and progress.wanted_states:
-                yield from self._saves.waiting_states(progress)
+        yield from self._saves.waiting_states()
 
 
 def _log_start(
