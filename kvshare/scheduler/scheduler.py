@@ -22,7 +22,7 @@ from ecshare.plugin.start import start_with_namespace
 from ecshare.store.keys import tp_size_key
 from ecshare.transfer.engine import TransferEngine
 from kvshare.chunks.facts import KVFacts, kv_facts, kv_namespace
-from kvshare.chunks.layers import LayerSet, is_shareable
+from kvshare.chunks.layers import LayerSet, is_bound, is_shareable
 from kvshare.chunks.prefix import ChunkKey, Grid, covered_tokens, is_mixed
 from kvshare.chunks.recent_keys import RecentKeys
 from kvshare.chunks.slabs import steps_state_bytes
@@ -141,6 +141,7 @@ class KVScheduler:
                 layer_sets=[each.facts for each in facts.layer_sets],
                 stored_dtype=config.stored_dtype,
                 compression=config.compression,
+                only_tp_size=facts.tp_size if is_bound(facts.layer_sets) else None,
             ),
             write=facts.saves,
             mark_of=lambda found: tp_size_key(found.kind, found.digest, facts.tp_size),
