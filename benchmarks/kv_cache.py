@@ -2,8 +2,9 @@
 """Measure the cost of sharing KV blocks: saves, loads, and hooks of the scheduler thread.
 
 KVShareConnector, vLLM's own ExampleConnector and plain copies in memory, in turns, for one prompt
-on synthetic cache tensors of an 8B-class model. Both connectors are driven through their vLLM
-hooks, without an engine. Medians.
+on synthetic cache tensors of an 8B-class model. Then the same for a hybrid model, which has states
+of recurrent layers too, and which ExampleConnector cannot serve. Both connectors are driven through
+their vLLM hooks, without an engine. Medians.
 """
 
 import gc
@@ -21,18 +22,11 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+from vllm.v1.request import Request
 
-from benchmarks import kv_hooks, kv_lookups, places
-from benchmarks.kv_halves import (
-    BLOCK_BYTES,
-    BLOCK_TOKENS,
-    KVHalves,
-    LoadTimes,
-    empty_caches,
-    fill,
-    prompt_of,
-    text_config,
-)
+from benchmarks import kv_hooks, kv_lookups, kv_steps, places
+from benchmarks.kv_halves import KVHalves, LoadTimes, fill, prompt_of, text_config
+from benchmarks.kv_shapes import DENSE, HYBRID, KVShape
 from benchmarks.measure import Readings
 from benchmarks.places import Place
 from benchmarks.raw import RawFiles, RawObstore
@@ -57,12 +51,27 @@ def ours_name(chunk_tokens: int) -> str:
 
 @dataclass(frozen=True)
 class Turns:
-    """The sizes and rounds to measure at each place."""
+    """The model, and the sizes and rounds to measure at each place."""
 
     config: VllmConfig
-    num_blocks: int
+    shape: KVShape
+    num_tokens: int
     rounds: int
     chunk_tokens: Sequence[int]
+
+    @property
+    def block_ids(self) -> list[int]:
+        """Return the blocks of the prompt: those of its KV, then those of its states."""
+        shape = self.shape
+        num_blocks = max(1, self.num_tokens // shape.block_tokens) + shape.num_recurrent_groups
+        return list(range(1, num_blocks + 1))  # vLLM never hands out block 0
+
+    def prompt(self, num_more: int, seed: int, *, name: str = "") -> Request:
+        """Return a request with `num_more` tokens more than the blocks hold."""
+        shape = self.shape
+        num_blocks = len(self.block_ids) - shape.num_recurrent_groups
+        num_tokens = num_blocks * shape.block_tokens + num_more
+        return prompt_of(num_tokens, seed, name=name, block_tokens=shape.block_tokens)
 
 
 @dataclass(frozen=True)
@@ -78,10 +87,11 @@ class Site:
     """One place, with all competitors."""
 
     place: Place
+    turns: Turns
     caches: Tensor  # the source of saves
     target: Tensor  # the target of loads
     ours: dict[int, Ours]  # by tokens a chunk
-    example: KVHalves | None  # files only
+    example: KVHalves | None  # files only, and no hybrids
     example_reader: KVHalves | None
     raw: RawFiles | RawObstore
 
@@ -99,19 +109,14 @@ def main(words: Sequence[str]) -> None:
     options = parser.parse_args(words)
     sizes = [int(size) for size in (options.chunk_tokens or str(CHUNK_TOKENS)).split(",")]
     rounds = options.rounds or (1 if options.quick else 5)
-    num_blocks = (options.tokens or (64 if options.quick else 1024)) // BLOCK_TOKENS
+    num_tokens = options.tokens or (64 if options.quick else 1024)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its messages at the start are no news
     torch.set_num_threads(1)  # a copy is then one memcpy, as in the store's threads
     settings: dict[str, Cell] = {
         "rounds": rounds,
-        "tokens": num_blocks * BLOCK_TOKENS,
-        "tokens a block": BLOCK_TOKENS,
-        "MB a block": BLOCK_BYTES / 1e6,
-        "MB in all": num_blocks * BLOCK_BYTES / 1e6,
         "copy threads": 1,
     }
     report = Report("kv_cache", command_line(MODULE, options), settings)
-    readings: Readings[What] = Readings()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         config = text_config(folder)
@@ -121,12 +126,17 @@ def main(words: Sequence[str]) -> None:
         ]
         gc.collect()
         gc.freeze()  # as vLLM's engine core does once it has started
-        turns = Turns(config, num_blocks, rounds, sizes)
-        names = [_measure_place(place, turns, readings) for place in found]
-        report.add(_save_table(names, sizes, readings))
-        report.add(_load_table(names, sizes, readings))
+        # A chunk of the hybrid is a block, which is larger than the chunks of the other model.
+        for shape, chunk_tokens in ((DENSE, sizes), (HYBRID, [HYBRID.block_tokens])):
+            turns = Turns(config, shape, num_tokens, rounds, chunk_tokens)
+            readings: Readings[What] = Readings()
+            names = [_measure_place(place, turns, readings) for place in found]
+            report.add(_save_table(names, turns, readings))
+            report.add(_load_table(names, turns, readings))
         report.add(kv_lookups.kv_lookups(found, sizes, rounds))
         report.add(kv_hooks.kv_hooks(config, found, sizes, 16 if options.quick else 100))
+        report.add(kv_steps.kv_steps(config, 32 if options.quick else 1024, 10 * rounds))
+        report.add(kv_steps.stored_bytes(config))
     print(f"\nwritten: {report.write(options.results).name}")
 
 
@@ -138,13 +148,13 @@ def _measure_place(place: Place, turns: Turns, readings: Readings[What]) -> tupl
 
     Returns the name of the place and of its bare client.
     """
-    block_ids = list(range(1, turns.num_blocks + 1))  # vLLM never hands out block 0
+    block_ids = turns.block_ids
     with _site(place, turns) as site:
         for turn in range(turns.rounds + 1):
             kept = readings if turn else Readings()
             fill(site.caches, turn)
             _copy(site, block_ids, kept)
-            _raw(site, turn, len(block_ids), kept)
+            _raw(site, turn, kept)
             for size in turns.chunk_tokens:
                 _ours(site, size, turn, block_ids, kept)
             _example(site, turn, block_ids, kept)
@@ -153,8 +163,8 @@ def _measure_place(place: Place, turns: Turns, readings: Readings[What]) -> tupl
 
 @contextmanager
 def _site(place: Place, turns: Turns) -> Iterator[Site]:
-    caches, target = empty_caches(turns.num_blocks + 1), empty_caches(turns.num_blocks + 1)
-    config = turns.config
+    config, shape = turns.config, turns.shape
+    caches, target = (shape.empty_caches(turns.block_ids[-1] + 1) for _ in range(2))
     with ExitStack() as stack:
 
         def ours(over: Tensor, chunk_tokens: int) -> KVHalves:
@@ -165,17 +175,18 @@ def _site(place: Place, turns: Turns) -> Iterator[Site]:
                 "chunk_tokens": chunk_tokens,
                 "load": "always",  # the simulated engine computes nothing
             }
-            halves = KVHalves(KVShareConnector, config, {**place.options, **limits}, over)
+            halves = KVHalves(KVShareConnector, config, {**place.options, **limits}, over, shape)
             return stack.enter_context(closing(halves))
 
         def example(over: Tensor) -> KVHalves | None:
-            if place.folder is None:
+            if place.folder is None or shape.state is not None:
                 return None
             shared = {"shared_storage_path": str(place.folder / "example")}
             return KVHalves(ExampleConnector, config, shared, over)
 
         yield Site(
             place,
+            turns,
             caches,
             target,
             {size: Ours(ours(caches, size), ours(target, size)) for size in turns.chunk_tokens},
@@ -198,9 +209,10 @@ def _copy(site: Site, block_ids: Sequence[int], readings: Readings[What]) -> Non
         site.target.index_copy_(1, index, ready)
 
 
-def _raw(site: Site, turn: int, num_blocks: int, readings: Readings[What]) -> None:
-    names = [f"{turn}-{number}" for number in range(num_blocks)]
-    body = site.caches.view(torch.uint8).view(-1)[:BLOCK_BYTES].numpy().data
+def _raw(site: Site, turn: int, readings: Readings[What]) -> None:
+    names = [f"{turn}-{number}" for number in range(len(site.turns.block_ids))]
+    block_bytes = site.turns.shape.block_bytes
+    body = site.caches.view(torch.uint8).view(-1)[:block_bytes].numpy().data
     with readings.timed((site.place.name, site.raw_name, "put")):
         site.raw.put(names, body, RAW_LANES)
     with readings.timed((site.place.name, site.raw_name, "get")):
@@ -211,16 +223,16 @@ def _raw(site: Site, turn: int, num_blocks: int, readings: Readings[What]) -> No
 def _ours(
     site: Site, size: int, turn: int, block_ids: Sequence[int], readings: Readings[What]
 ) -> None:
-    place, num_tokens = site.place.name, len(block_ids) * BLOCK_TOKENS
+    place, turns = site.place.name, site.turns
     halves, who = site.ours[size], ours_name(size)
     start_s = perf_counter()
-    held_up_s = halves.first.save(prompt_of(num_tokens + 1, turn), block_ids)
+    held_up_s = halves.first.save(turns.prompt(1, turn), block_ids)
     readings.add((place, who, "save held up"), held_up_s)
-    halves.first.settle(len(block_ids))
+    halves.first.settle(turns.shape.num_saved(block_ids))
     readings.add((place, who, "save"), perf_counter() - start_s)
     for source in ("store", "host"):
         site.target.zero_()
-        request = prompt_of(num_tokens + 2, turn, name=source)
+        request = turns.prompt(2, turn, name=source)
         _record(readings, place, f"{who}, from {source}", halves.second.load(request, block_ids))
         _check(site, block_ids)
     if site.place.folder is not None:
@@ -237,12 +249,12 @@ def _empty(folder: Path) -> None:
 def _example(site: Site, turn: int, block_ids: Sequence[int], readings: Readings[What]) -> None:
     if site.example is None or site.example_reader is None:
         return
-    place, num_tokens = site.place.name, len(block_ids) * BLOCK_TOKENS
-    held_up_s = site.example.save(prompt_of(num_tokens + 1, turn), block_ids)
+    place = site.place.name
+    held_up_s = site.example.save(site.turns.prompt(1, turn), block_ids)
     readings.add((place, EXAMPLE, "save held up"), held_up_s)
     site.target.zero_()
     # Its folder's name omits the last token, so it finds what a prompt with one token less saved.
-    times = site.example_reader.load(prompt_of(num_tokens + 2, turn, name="example"), block_ids)
+    times = site.example_reader.load(site.turns.prompt(2, turn, name="example"), block_ids)
     _record(readings, place, EXAMPLE, times)
     _check(site, block_ids)
     assert site.place.folder is not None
@@ -256,23 +268,20 @@ def _record(readings: Readings[What], place: str, who: str, times: LoadTimes) ->
 
 
 def _check(site: Site, block_ids: Sequence[int]) -> None:
-    for number in (block_ids[0], block_ids[-1]):
-        saved, loaded = (each[:, number].view(torch.int16) for each in (site.caches, site.target))
-        if not torch.equal(saved, loaded):
-            raise AssertionError("what was loaded is not what was saved")
+    if not site.turns.shape.has_equal(site.caches, site.target, block_ids):
+        raise AssertionError("what was loaded is not what was saved")
 
 
 # --- reporting ---
 
 
-def _save_table(
-    names: Sequence[tuple[str, str]], sizes: Sequence[int], readings: Readings[What]
-) -> Table:
+def _save_table(names: Sequence[tuple[str, str]], turns: Turns, readings: Readings[What]) -> Table:
     table = Table(
-        "Saving one prompt",
+        f"Saving one prompt: {turns.shape.name}",
         ("store", "who", "step held up ms", "x gather", "until stored ms", "x bare"),
-        "`step held up`: from the end of the forward pass to where the next step may begin. `until "
-        f"stored`: all objects are durable. `bare`: as many bytes, {RAW_LANES} blocks at once. "
+        f"{_size(turns)} `step held up`: from the end of the forward pass to where the next step "
+        f"may begin. `until stored`: all objects are durable. `bare`: as many bytes, {RAW_LANES} "
+        "blocks at once. "
         "ExampleConnector writes to the page cache within the step and does not sync.",
     )
     for place, raw in names:
@@ -283,7 +292,7 @@ def _save_table(
             took_s = readings.median((place, who, "total"))
             table.add(place, who, 1e3 * took_s, took_s / gather_s, None, None)
         table.add(place, raw, None, None, 1e3 * raw_s, 1.0)
-        for who in map(ours_name, sizes):
+        for who in map(ours_name, turns.chunk_tokens):
             held_s, stored_s = (
                 readings.median((place, who, of)) for of in ("save held up", "save")
             )
@@ -293,15 +302,13 @@ def _save_table(
             held_s = readings.median((place, EXAMPLE, "save held up"))
             table.add(place, EXAMPLE, 1e3 * held_s, held_s / gather_s, None, None)
         else:
-            table.add(place, f"{EXAMPLE}: cannot use S3", None, None, None, None)
+            table.add(place, f"{EXAMPLE}: {_why_not(turns)}", None, None, None, None)
     return table
 
 
-def _load_table(
-    names: Sequence[tuple[str, str]], sizes: Sequence[int], readings: Readings[What]
-) -> Table:
+def _load_table(names: Sequence[tuple[str, str]], turns: Turns, readings: Readings[What]) -> Table:
     table = Table(
-        "Loading one prompt",
+        f"Loading one prompt: {turns.shape.name}",
         ("store", "who", "look-up ms", "in hooks ms", "total ms", "x scatter", "x bare"),
         "`total`: from the first question how much is stored to the last byte in the cache; `in "
         "hooks`: the part of it that other requests wait for. `from store`: another host saved it; "
@@ -311,10 +318,11 @@ def _load_table(
         base_s, raw_s = (readings.median((place, *of)) for of in ((SCATTER, "total"), (raw, "get")))
         table.add(place, SCATTER, None, None, 1e3 * base_s, 1.0, None)
         table.add(place, raw, None, None, 1e3 * raw_s, raw_s / base_s, 1.0)
-        sources = [f"{ours_name(n)}, from {of}" for of in ("store", "host") for n in sizes]
+        ours = [ours_name(size) for size in turns.chunk_tokens]
+        sources = [f"{name}, from {of}" for of in ("store", "host") for name in ours]
         for who in (*sources, EXAMPLE):
             if (place, who, "load") not in readings:
-                table.add(place, f"{who}: cannot use S3", None, None, None, None, None)
+                table.add(place, f"{who}: {_why_not(turns)}", None, None, None, None, None)
                 continue
             look_up_s, held_s, total_s = (
                 readings.median((place, who, of)) for of in ("look-up", "load held up", "load")
@@ -322,6 +330,20 @@ def _load_table(
             cells = (1e3 * look_up_s, 1e3 * held_s, 1e3 * total_s)
             table.add(place, who, *cells, total_s / base_s, total_s / raw_s)
     return table
+
+
+def _size(turns: Turns) -> str:
+    shape, num_blocks = turns.shape, len(turns.block_ids) - turns.shape.num_recurrent_groups
+    num_bytes = num_blocks * shape.block_bytes + shape.state_bytes
+    return (
+        f"{num_blocks * shape.block_tokens} tokens in blocks of {shape.block_tokens}; "
+        f"{num_bytes / 1e6:.0f} MB, of which a state is {shape.state_bytes / 1e6:.0f}."
+    )
+
+
+def _why_not(turns: Turns) -> str:
+    """Return why there are no figures of ExampleConnector."""
+    return "cannot use S3" if turns.shape.state is None else "cannot serve hybrids"
 
 
 if __name__ == "__main__":

@@ -27,24 +27,16 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheTensor,
-)
+from vllm.v1.core.sched.output import KVConnectorBlockState, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from benchmarks.kv_shapes import DENSE, KVShape
 from benchmarks.measure import wait_until
 from lab.vllm_loop import Model
 from lab.vllm_loop.runners import V2Runner
 
-LAYERS, HEADS, HEAD_SIZE, DTYPE = 32, 8, 128, torch.bfloat16
-BLOCK_TOKENS = 16  # vLLM's default on GPUs
-BLOCK_BYTES = LAYERS * HEADS * BLOCK_TOKENS * 2 * HEAD_SIZE * DTYPE.itemsize
-LAYER_NAMES = [f"model.layers.{number}.self_attn.attn" for number in range(LAYERS)]
+BLOCK_TOKENS = DENSE.block_tokens
 _GIVE_UP_S = 60.0
 
 
@@ -60,9 +52,9 @@ def text_config(folder: Path) -> VllmConfig:
         "model_type": "llama",
         "hidden_size": 4096,
         "intermediate_size": 14336,
-        "num_hidden_layers": LAYERS,
+        "num_hidden_layers": DENSE.layers,
         "num_attention_heads": 32,
-        "num_key_value_heads": HEADS,
+        "num_key_value_heads": DENSE.heads,
         "vocab_size": 32000,
         "max_position_embeddings": 32768,
         "torch_dtype": "bfloat16",
@@ -80,20 +72,17 @@ def text_config(folder: Path) -> VllmConfig:
     return config
 
 
-def prompt_of(num_tokens: int, seed: int, *, name: str = "") -> Request:
+def prompt_of(
+    num_tokens: int, seed: int, *, name: str = "", block_tokens: int = BLOCK_TOKENS
+) -> Request:
     """Return a request with a prompt of its own for each `seed`."""
     return Request(
         request_id=f"{seed}-{num_tokens}-{name}",
         prompt_token_ids=[seed, *range(1, num_tokens)],
         sampling_params=SamplingParams(max_tokens=1),
         pooling_params=None,
-        block_hasher=get_request_block_hasher(BLOCK_TOKENS, sha256),
+        block_hasher=get_request_block_hasher(block_tokens, sha256),
     )
-
-
-def empty_caches(num_blocks: int) -> Tensor:
-    """Return the cache of all layers, one after the other: [layer, block, head, token, K + V]."""
-    return torch.zeros((LAYERS, num_blocks, HEADS, BLOCK_TOKENS, 2 * HEAD_SIZE), dtype=DTYPE)
 
 
 def fill(caches: Tensor, seed: int) -> None:
@@ -123,7 +112,9 @@ class KVHalves:
         vllm_config: VllmConfig,
         extra_config: Mapping[str, Any],
         caches: Tensor,
+        shape: KVShape = DENSE,
     ) -> None:
+        """Cache in `caches`, of a model of `shape`; see `KVShape.empty_caches`."""
         config = copy.copy(vllm_config)
         config.cache_config = copy.copy(vllm_config.cache_config)  # each engine has its own
         config.kv_transfer_config = KVTransferConfig(
@@ -132,22 +123,26 @@ class KVHalves:
             kv_role="kv_both",
             kv_connector_extra_config=dict(extra_config),
         )
-        shape = _shape(caches.shape[1])
-        self.scheduler = connector(config, KVConnectorRole.SCHEDULER, shape)
-        model = _Computed(dict(zip(LAYER_NAMES, caches.unbind(), strict=True)))
-        self.worker = V2Runner(config, 0, model, shape)
+        config.cache_config.block_size = shape.block_tokens
+        if shape.state is not None:
+            config.cache_config.mamba_cache_mode = "align"
+        cache = shape.config(caches.shape[1])
+        self.scheduler = connector(config, KVConnectorRole.SCHEDULER, cache)
+        self.worker = V2Runner(config, 0, _Computed(shape.by_layer(caches)), cache)
+        self._shape = shape
         self._num_saved = 0  # blocks, beyond those that `settle` has waited for
 
     def save(self, request: Request, block_ids: Sequence[int]) -> float:
-        """Compute `request`, whose KV is in these blocks, and save it.
+        """Compute `request`, whose KV and states are in these blocks, and save it.
 
         Returns the seconds that hooks delay its step.
         """
         num_tokens, _ = self._matched(request)
         assert num_tokens == 0, "it is stored already"
-        self.scheduler.update_state_after_alloc(request, blocks_of(block_ids), 0)
+        blocks = blocks_of(self._shape.tables(block_ids))
+        self.scheduler.update_state_after_alloc(request, blocks, 0)
         self.worker.log.clear()
-        self._execute(_first_step(request, block_ids))
+        self._execute(_first_step(request, self._shape, block_ids))
         held_up_s = self.worker.log.seconds(
             "start_load_kv", "wait_for_layer_load", "save_kv_layer", "wait_for_save"
         )
@@ -165,7 +160,7 @@ class KVHalves:
         self._num_saved -= num_blocks
 
     def load(self, request: Request, block_ids: Sequence[int]) -> LoadTimes:
-        """Load the stored KV of `request` into these blocks.
+        """Load the stored KV and states of `request` into these blocks.
 
         Raises:
             NotStored: not all blocks are stored.
@@ -173,14 +168,16 @@ class KVHalves:
         start_s = perf_counter()
         num_tokens, is_async = self._matched(request)
         look_up_s = perf_counter() - start_s
-        if num_tokens != len(block_ids) * BLOCK_TOKENS:
-            raise NotStored(f"{num_tokens} tokens of {len(block_ids) * BLOCK_TOKENS}")
-        self.scheduler.update_state_after_alloc(request, blocks_of(block_ids), num_tokens)
+        wanted = (len(block_ids) - self._shape.num_recurrent_groups) * self._shape.block_tokens
+        if num_tokens != wanted:
+            raise NotStored(f"{num_tokens} tokens of {wanted}")
+        blocks = blocks_of(self._shape.tables(block_ids))
+        self.scheduler.update_state_after_alloc(request, blocks, num_tokens)
         self.worker.log.clear()
         if is_async:
             wait_until(lambda: self._has_loaded(request.request_id), _GIVE_UP_S)
         else:
-            self._execute(_first_step(request, block_ids))
+            self._execute(_first_step(request, self._shape, block_ids))
         total_s = perf_counter() - start_s
         held_up_s = self.worker.log.seconds("start_load_kv", "get_transfer_results")
         self.scheduler.request_finished(request, list(block_ids))
@@ -227,37 +224,35 @@ class _Computed(Model):
         super().__init__()
         self.kv_caches = kv_caches
 
-    def update(self, output: SchedulerOutput) -> None:
-        pass
-
     def forward(self, output: SchedulerOutput) -> list[list[int]]:
         return [[] for _ in output.num_scheduled_tokens]
 
 
-def _shape(num_blocks: int) -> KVCacheConfig:
-    spec = FullAttentionSpec(
-        block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=DTYPE
-    )
-    page = spec.page_size_bytes
-    tensor = KVCacheTensor(
-        size=page * num_blocks * LAYERS,
-        layers=LAYER_NAMES,
-        layer_stride=page * num_blocks,
-        block_stride=page,
-    )
-    return KVCacheConfig(num_blocks, [tensor], [KVCacheGroupSpec(LAYER_NAMES, spec)])
+def blocks_of(tables: Sequence[Sequence[int]]) -> KVCacheBlocks:
+    """Return the blocks of each cache group as vLLM's cache manager hands them out."""
+    return KVCacheBlocks(tuple([KVCacheBlock(number) for number in ids] for ids in tables))
 
 
-def blocks_of(block_ids: Sequence[int]) -> KVCacheBlocks:
-    """Return these blocks as vLLM's cache manager hands them out."""
-    return KVCacheBlocks(([KVCacheBlock(number) for number in block_ids],))
+def _first_step(request: Request, shape: KVShape, block_ids: Sequence[int]) -> SchedulerOutput:
+    """Return the schedule of a step that computes all of `request`.
 
-
-def _first_step(request: Request, block_ids: Sequence[int]) -> SchedulerOutput:
-    """Return the schedule of a step that computes all of `request`."""
+    vLLM hands over the states at the end of its last whole block.
+    """
+    tables = shape.tables(block_ids)
     output = SchedulerOutput.make_empty()
-    output.scheduled_new_reqs = [NewRequestData.from_request(request, (list(block_ids),))]
+    output.scheduled_new_reqs = [NewRequestData.from_request(request, tables)]
+    num_tokens = len(request.block_hashes) * shape.block_tokens
+    output.kv_connector_block_state = handed_over(request, tables, num_tokens)
     output.num_scheduled_tokens = {request.request_id: request.num_tokens}
     output.total_num_scheduled_tokens = request.num_tokens
     output.has_sync_kv_loads = True  # for connectors whose loads are not asynchronous
     return output
+
+
+def handed_over(
+    request: Request, tables: Sequence[Sequence[int]], num_tokens: int
+) -> KVConnectorBlockState:
+    """Return what tells connectors that the last blocks in `tables` of recurrent layers, which are
+    all cache groups but the first, hold the states of `request` after `num_tokens`."""
+    states = [(group, ids[-1], num_tokens) for group, ids in enumerate(tables) if group]
+    return KVConnectorBlockState(set(), lambda _: (), {request.request_id: states})

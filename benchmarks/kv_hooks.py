@@ -15,7 +15,8 @@ from vllm.v1.request import Request
 
 from benchmarks import places
 from benchmarks.hooks import BLACK_HOLE, COLUMNS, RUNNING, SHORT_S, STEP_S, HookClock
-from benchmarks.kv_halves import BLOCK_TOKENS, KVHalves, blocks_of, empty_caches, prompt_of
+from benchmarks.kv_halves import BLOCK_TOKENS, KVHalves, blocks_of, prompt_of
+from benchmarks.kv_shapes import DENSE
 from benchmarks.places import Place
 from benchmarks.report import Cell, Table
 from kvshare.connector import KVShareConnector
@@ -55,7 +56,7 @@ def kv_hooks(
                 rows += _ours(config, place, size, num_requests, is_stalled=True)
         if place.folder is not None:
             extra = {"shared_storage_path": str(place.folder / "example-hooks")}
-            halves = KVHalves(ExampleConnector, config, extra, empty_caches(2))
+            halves = KVHalves(ExampleConnector, config, extra, DENSE.empty_caches(2))
             rows += _timed(halves, ExampleConnector.__name__, place.name, num_requests)
         table.rows += rows
     table.rows.sort(key=lambda row: HOOKS.index(str(row[0])))
@@ -71,7 +72,8 @@ def _ours(
         def start(**limits: float) -> KVHalves:
             host = str(stack.enter_context(places.host_folder()))
             extra = {**place.options, "host_cache_dir": host, "chunk_tokens": size, **limits}
-            halves = KVHalves(KVShareConnector, config, extra, empty_caches(STORED_BLOCKS + 1))
+            caches = DENSE.empty_caches(STORED_BLOCKS + 1)
+            halves = KVHalves(KVShareConnector, config, extra, caches)
             return stack.enter_context(closing(halves))
 
         if is_stalled:
@@ -116,7 +118,7 @@ def _drive(halves: KVHalves, requests: Sequence[Request], clock: HookClock) -> N
             seen.add(name)
             num_tokens, _ = clock.time(ask, hooks.get_num_new_matched_tokens, request, 0)
             if num_tokens is not None:
-                blocks = blocks_of(block_ids)
+                blocks = blocks_of([block_ids])
                 clock.time(allocated, hooks.update_state_after_alloc, request, blocks, num_tokens)
                 admitted.append(request)
         clock.time(orders, hooks.build_connector_meta, SchedulerOutput.make_empty())

@@ -3,8 +3,8 @@
 
 The choice is that of KVShareConnector (`load`). The store is imaginary, with limited bandwidth, and
 so is the engine: it computes so many tokens per second, one prompt after the other, and its KV is
-that of an 8B-class model. Time is simulated, so the figures do not depend on this machine. MB are
-10^6 bytes.
+that of an 8B-class model; one table compares it with hybrid models. Time is simulated, so the
+figures do not depend on this machine. MB are 10^6 bytes.
 """
 
 import asyncio
@@ -14,19 +14,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 
+from benchmarks.kv_shapes import DENSE, HYBRID, LARGE_HYBRID, KVShape
 from benchmarks.measure import percentile
 from benchmarks.report import Report, Table, arguments, command_line
 from ecshare.transfer.client.priority import Admission, Priority
 from ecshare.transfer.jobs import Tier
-from kvshare.chunks.prefix import Chunk, ChunkKey
+from kvshare.chunks.prefix import Chunk, ChunkKey, Grid
+from kvshare.chunks.states import objects_of
 from kvshare.scheduler.load_or_compute import LoadOrCompute
 from lab.counted_time import CountedTime
 from lab.throttled_store import Link, ThrottledStore
 
 MODULE = "benchmarks.load_or_compute"
 MB = 1e6
-TOKEN_BYTES = 131_072
+TOKEN_BYTES = DENSE.token_bytes
 CHUNK_TOKENS = 256
+HIT_TOKENS = 30_000
+NUM_HITS = 20
 NEW_TOKENS = 200
 STEP_TOKENS = 8192
 STEP_S = 0.005
@@ -41,6 +45,16 @@ LINKS = {
     "2 GB/s": Link(2000 * MB, 80 * MB, 0.03),
 }
 SPEEDS = (3_000, 30_000)
+HIT_LINKS = {
+    f"{speed:g} GB/s": Link(1000 * speed * MB, 125 * speed * MB, 0.03) for speed in (0.2, 2, 10)
+}
+_HIT_NOTE = (
+    f"One prompt of {HIT_TOKENS:,} stored tokens at a time; what follows the last whole chunk is "
+    f"computed. The {NUM_HITS}th such prompt, when limits and choice have adapted. Eight "
+    "connections fill the store's bandwidth. A hybrid's hit ends with a state. `same tokens/s`: of "
+    "the engine that computes what is loaded in as much time. `ready s`: with `if_faster`, by an "
+    "engine that computes so many tokens per second."
+)
 _NOTE = (
     f"Prompts of 1,000 to 8,000 tokens that are stored, and {NEW_TOKENS} that are not, arrive at "
     f"random, so that computing them all would take {BUSY:.0%} of the engine's time. Each "
@@ -95,13 +109,15 @@ class Served:
 class Run:
     """An engine, a store and a policy."""
 
-    def __init__(self, link: Link, speed: int, policy: str, small_part: float = 0.0) -> None:
+    def __init__(
+        self, link: Link, speed: int, policy: str, small_part: float = 0.0, state_tokens: int = 0
+    ) -> None:
         self._clock_s = asyncio.get_running_loop().time
         self.store = ThrottledStore(link)
         self._limits = Admission(TIMEOUT_S, grows=True)
         self._policy = policy
         self._small_part = small_part
-        self._choice = LoadOrCompute(self._clock_s)
+        self._choice = LoadOrCompute(self._clock_s, state_tokens)
         self._engine = Engine(speed, self._choice)
         self._chance = random.Random(0)
         self._going: list[tuple[float, int]] = []  # loads: start, and number of tokens
@@ -117,21 +133,30 @@ class Run:
             await asyncio.sleep(self._chance.expovariate(1 / mean_s))
             is_small = self._small_part and self._chance.random() < self._small_part
             num_tokens = self._chance.randrange(*(SMALL if is_small else LARGE))
-            prompts.append(asyncio.create_task(self._serve(_chunks(num_tokens))))
+            chunks = _chunks(num_tokens, CHUNK_TOKENS)
+            sizes = [chunk.num_tokens * TOKEN_BYTES for chunk in chunks]
+            prompts.append(asyncio.create_task(self.serve_one(chunks, sizes, NEW_TOKENS)))
         await asyncio.gather(*prompts)
 
-    async def _serve(self, chunks: Sequence[Chunk]) -> None:
+    async def serve_one(
+        self, chunks: Sequence[Chunk], sizes: Sequence[int], num_new_tokens: int
+    ) -> None:
+        """Return when a prompt is ready of which `chunks` are stored, in objects of `sizes`.
+
+        There is one object for each chunk, except that a state may be several.
+        """
         begun_s, tiers = self._clock_s(), {chunk.key: Tier.STORE for chunk in chunks}
         loaded = chunks[: self._num_to_load(chunks, tiers)]
         if loaded:
             going = begun_s, loaded[-1].end_tokens
             self._going.append(going)
-            await asyncio.gather(*(self._load(chunk) for chunk in loaded))
+            moved = sizes if len(loaded) == len(chunks) else sizes[: len(loaded)]
+            await asyncio.gather(*map(self._load, moved))
             self._going.remove(going)
             self._choice.loaded(loaded, tiers, 0, self._clock_s() - begun_s)
         num_loaded = loaded[-1].end_tokens if loaded else 0
         num_tokens = chunks[-1].end_tokens
-        await self._engine.compute(num_tokens - num_loaded + NEW_TOKENS)
+        await self._engine.compute(num_tokens - num_loaded + num_new_tokens)
         ready_s = self._clock_s() - begun_s
         self.served.append(Served(begun_s, ready_s, num_tokens, num_loaded))
 
@@ -142,8 +167,7 @@ class Run:
             return self._choice.num_worth_loading(chunks, tiers, 0, under_way, lambda: ahead)
         return len(chunks) if self._policy == ALWAYS else 0
 
-    async def _load(self, chunk: Chunk) -> None:
-        num_bytes = chunk.num_tokens * TOKEN_BYTES
+    async def _load(self, num_bytes: int) -> None:
         async with self._limits.admitted(Priority.LOAD, num_bytes):
             await self.store.move(num_bytes)
 
@@ -156,7 +180,66 @@ def main(words: Sequence[str]) -> None:
     report.add(_steady(num_prompts))
     report.add(_mixed(10 * num_prompts))
     report.add(_changing(num_prompts))
+    report.add(_hits())
     print(f"\nwritten: {report.write(options.results).name}")
+
+
+def _hits() -> Table:
+    columns = ["store", "model", "MB", "objects", "load s", "same tokens/s"]
+    columns += [f"ready s, {speed:,}/s" for speed in SPEEDS]
+    table = Table("A hit of 30,000 tokens", columns, _HIT_NOTE)
+    for (name, link), shape in product(HIT_LINKS.items(), (DENSE, HYBRID, LARGE_HYBRID)):
+        hit = _Hit.of(shape)
+        with asyncio.Runner(loop_factory=CountedTime) as runner:
+            load_s = runner.run(_time_of_hits(link, hit, SPEEDS[0], ALWAYS)) - hit.rest_s(SPEEDS[0])
+        row: list[str | int | float] = [name, shape.name, sum(hit.sizes) / MB, len(hit.sizes)]
+        row += [load_s, round(hit.num_tokens / load_s)]
+        for speed in SPEEDS:
+            with asyncio.Runner(loop_factory=CountedTime) as runner:
+                row.append(runner.run(_time_of_hits(link, hit, speed, IF_FASTER)))
+        table.add(*row)
+    return table
+
+
+@dataclass(frozen=True)
+class _Hit:
+    """What is stored of a prompt, and how much of it is not."""
+
+    chunks: Sequence[Chunk]
+    sizes: Sequence[int]
+    """The bytes of each object."""
+    state_tokens: int
+
+    @classmethod
+    def of(cls, shape: KVShape) -> "_Hit":
+        """Return what engines with a model of `shape` store of HIT_TOKENS tokens."""
+        chunk_tokens = max(CHUNK_TOKENS, shape.block_tokens)
+        grid = Grid(shape.block_tokens, chunk_tokens // shape.block_tokens)
+        chunks = _chunks(HIT_TOKENS // chunk_tokens * chunk_tokens, chunk_tokens)
+        sizes = [chunk.num_tokens * shape.token_bytes for chunk in chunks]
+        if shape.state is None:
+            return cls(chunks, sizes, 0)
+        layers = range(shape.layers * shape.num_recurrent_groups)
+        parts = objects_of(layers, shape.layer_state_bytes)
+        sizes += [len(part) * shape.layer_state_bytes for part in parts]
+        state_tokens = -(-shape.state_bytes // shape.token_bytes)
+        return cls([*chunks, grid.state_of(chunks[-1])], sizes, state_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.chunks[-1].end_tokens
+
+    def rest_s(self, speed: int) -> float:
+        """Return the seconds in which an engine computes what is not stored."""
+        return STEP_S + (HIT_TOKENS - self.num_tokens) / speed
+
+
+async def _time_of_hits(link: Link, hit: _Hit, speed: int, policy: str) -> float:
+    """Return the seconds until the last of several prompts is ready, one after the other."""
+    here = Run(link, speed, policy, state_tokens=hit.state_tokens)
+    for _ in range(NUM_HITS):
+        await here.serve_one(hit.chunks, hit.sizes, HIT_TOKENS - hit.num_tokens)
+    return here.served[-1].ready_s
 
 
 def _steady(num_prompts: int) -> Table:
@@ -220,10 +303,10 @@ def _changing(num_prompts: int) -> Table:
     return table
 
 
-def _chunks(num_tokens: int) -> list[Chunk]:
+def _chunks(num_tokens: int, size: int) -> list[Chunk]:
     return [
-        Chunk(ChunkKey(start.to_bytes(8)), start, 1, start, min(CHUNK_TOKENS, num_tokens - start))
-        for start in range(0, num_tokens, CHUNK_TOKENS)
+        Chunk(ChunkKey(start.to_bytes(8)), start // size, 1, start, min(size, num_tokens - start))
+        for start in range(0, num_tokens, size)
     ]
 
 

@@ -157,12 +157,14 @@ def kv_namespace(  # noqa: PLR0913 — one parameter for each fact that our opti
     layer_sets: Sequence[Any] = (),
     stored_dtype: str = "auto",
     compression: str = "none",
+    only_tp_size: int | None = None,
 ) -> Namespace:
     """Return the namespace of this engine's KV; `epoch` and `integrity`: see `encoder_namespace`.
 
     `chunk_blocks`: the number of blocks in one object. `layer_sets`: the `facts` of each layer set,
-    as JSON can hold them. `stored_dtype`, `compression`: the options. Tokens, media identifiers,
-    LoRA names and cache_salt are not among the facts: the block hashes contain them.
+    as JSON can hold them. `stored_dtype`, `compression`: the options. `only_tp_size`: the
+    tensor-parallel size, if only engines of that size share. Tokens, media identifiers, LoRA names
+    and cache_salt are not among the facts: the block hashes contain them.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     # Media options change the embeddings of a picture, and so the KV computed from them.
@@ -190,6 +192,8 @@ def kv_namespace(  # noqa: PLR0913 — one parameter for each fact that our opti
         facts |= {"stored_dtype": stored_dtype}
     if compression != "none":
         facts |= {"compression": compression}
+    if only_tp_size is not None:
+        facts |= {"tensor_parallel_size": only_tp_size}
     return Namespace.of(Kind.KV, facts)
 
 

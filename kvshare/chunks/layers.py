@@ -567,7 +567,7 @@ def _names(sets: Sequence[LayerSet], tp_size: int, *, of_states: bool) -> tuple[
 
 def own_tp_size(sets: Sequence[LayerSet], tp_size: int) -> int:
     """Return the size in which an engine of `tp_size` stores chunks; see shards.py."""
-    if _is_bound(sets):
+    if is_bound(sets):
         return tp_size
     return stored_tp_size(tp_size, [each.total_heads for each in sets])
 
@@ -576,12 +576,12 @@ def readable_tp_sizes(sets: Sequence[LayerSet], tp_size: int) -> tuple[int, ...]
     """Return the tensor-parallel sizes in which chunks can be stored that an engine of `tp_size`
     can read: any, but the parts of a state, opaque blocks, and those of layers of which not all is
     known, are not divided between ranks in another way."""
-    if _is_bound(sets):
+    if is_bound(sets):
         return (tp_size,)
     return stored_tp_sizes([each.total_heads for each in sets])
 
 
-def _is_bound(sets: Sequence[LayerSet]) -> bool:
+def is_bound(sets: Sequence[LayerSet]) -> bool:
     """Return whether a rank's parts are of use to the same rank of an equally large engine only."""
     has_heads = any(each.total_heads > 1 for each in sets)
     is_whole = any(each.page_bytes or each.is_opaque for each in sets)

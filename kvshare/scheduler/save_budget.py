@@ -108,6 +108,7 @@ class SaveBudget(Generic[T]):
         self._kept: dict[T, int] = {}  # bytes reserved for the rest of each owner
         self._kept_bytes = 0
         self._is_full = False
+        self._is_full_for_extra = False
 
     def admit(  # noqa: PLR0913 — all parameters of a save
         self,
@@ -128,7 +129,7 @@ class SaveBudget(Generic[T]):
         if there is no other. `is_extra`: it does not count to the rest of `owner`, whose reserved
         memory it leaves alone, and others need not wait until there is room for it.
         """
-        self._remove_unreported()
+        self.remove_unreported()
         kept_bytes = self._kept.get(owner)
         if is_extra:
             rest_bytes = kept_bytes or 0
@@ -138,6 +139,7 @@ class SaveBudget(Generic[T]):
             rest_bytes = 0
         if not self._has_room(num_bytes + rest_bytes, kept_bytes or 0):
             self._is_full |= not is_extra
+            self._is_full_for_extra = True
             return False
         if not is_extra:
             self._kept[owner] = rest_bytes
@@ -157,7 +159,16 @@ class SaveBudget(Generic[T]):
         kept_bytes = self._kept.pop(owner, 0)
         if kept_bytes:
             self._kept_bytes -= kept_bytes
-            self._is_full = False
+            self._is_full = self._is_full_for_extra = False
+
+    def is_full(self, owner: T, *, is_extra: bool = False) -> bool:
+        """Return whether `admit` would refuse any save of `owner`, since it has refused one and no
+        memory was freed. `is_extra`: any that is as large as those, which are equally large.
+
+        Thousands of requests may wait: this costs less than the pieces of a save.
+        """
+        is_full = self._is_full_for_extra if is_extra else self._is_full
+        return is_full and not self._kept.get(owner)
 
     @property
     def reserved_bytes(self) -> int:
@@ -167,7 +178,7 @@ class SaveBudget(Generic[T]):
     @property
     def is_crowded(self) -> bool:
         """Whether more than half of the memory is in use."""
-        self._remove_unreported()
+        self.remove_unreported()
         return 2 * self._used_bytes > self._limit_bytes
 
     def owner(self, key: ChunkKey) -> T | None:
@@ -198,8 +209,9 @@ class SaveBudget(Generic[T]):
         fits = not others_bytes or others_bytes + num_bytes <= self._limit_bytes
         return fits and not self._is_full
 
-    def _remove_unreported(self) -> None:
-        """Remove the oldest saves if their end was never reported, e.g. if a worker was killed."""
+    def remove_unreported(self) -> None:
+        """Remove the oldest saves if their end was never reported, e.g. if a worker was killed. To
+        be called once a step."""
         while self._saves:
             key, oldest = next(iter(self._saves.items()))
             if self._clock_s() - oldest.ordered_s < _LOST_S:
@@ -208,4 +220,4 @@ class SaveBudget(Generic[T]):
 
     def _remove(self, key: ChunkKey) -> None:
         self._used_bytes -= self._saves.pop(key).num_bytes
-        self._is_full = False
+        self._is_full = self._is_full_for_extra = False

@@ -136,6 +136,8 @@ class SavePlan:
         self._leaving: list[Piece] = []
         self._whole: list[Progress] = []
         """Requests whose prompt is saved since the last `end_step`, except for its states."""
+        self._waiting: dict[Progress, None] = {}
+        """The requests that may have wanted states, in the order in which they first had some."""
 
     def computed(self, progress: Progress, step_tokens: int, end_tokens: int) -> Sequence[Piece]:
         """Return the pieces to save once this step has computed a request up to `end_tokens`.
@@ -148,13 +150,16 @@ class SavePlan:
         is_same_prompt = progress.request.num_prompt_tokens == progress.prompt_tokens
         if progress.has_gap or (end_tokens < progress.due_tokens and is_same_prompt):
             return ()
+        if is_same_prompt and self._budget.is_full(progress):
+            return ()
         grid = self._adapters.grid_of(progress.adapter)
         if grid is None:
             return ()
         if not is_same_prompt:
             progress.asked_limit = self._policy.limit_of(progress.request, grid)
             if grid.has_states:
-                progress.wanted_states = _state_ends(progress, grid)
+                progress.wanted_states.clear()
+                self._want(progress, _state_ends(progress, grid))
         pieces = tuple(self._save_due(progress, grid, end_tokens))
         progress.prompt_tokens = progress.request.num_prompt_tokens
         progress.due_tokens = _due_tokens(progress, grid)
@@ -176,13 +181,26 @@ class SavePlan:
                 ends.setdefault(num_tokens, {})[group] = block
         for num_tokens, block_of_group in sorted(ends.items()):
             if num_tokens % grid.chunk_tokens == 0 and self._is_state_due(progress, num_tokens):
-                progress.wanted_states.add(num_tokens)
+                self._want(progress, {num_tokens})
             if num_tokens in progress.wanted_states:
                 yield from self._save_state(progress, grid, num_tokens, block_of_group)
 
-    def waiting_states(self, progress: Progress) -> Iterable[Piece]:
+    def waiting_states(self) -> Iterable[Piece]:
         """Yield the pieces of states to save that vLLM's cache has, of those that are computed and
-        were not saved yet; after `states`."""
+        were not saved yet; after all calls of `states` for this step."""
+        for progress in tuple(self._waiting):
+            if not progress.wanted_states:
+                del self._waiting[progress]
+            elif not self._budget.is_full(progress, is_extra=True):
+                yield from self._save_waiting(progress)
+
+    def _want(self, progress: Progress, ends: AbstractSet[int]) -> None:
+        """Have the states after these tokens saved as soon as it can be done."""
+        progress.wanted_states |= ends
+        self._waiting[progress] = None
+
+    def _save_waiting(self, progress: Progress) -> Iterable[Piece]:
+        """Yield the pieces of states of one request; see `waiting_states`."""
         grid = self._adapters.grid_of(progress.adapter)
         if grid is None:
             return
@@ -236,6 +254,7 @@ class SavePlan:
         for progress in self._whole:
             self._budget.release(progress)
         self._whole.clear()
+        self._budget.remove_unreported()
 
     def loaded(self, progress: Progress | None, chunks: Sequence[Chunk], num_sound: int) -> None:
         """Record that a load of these consecutive chunks has ended, with `num_sound` of them
@@ -276,7 +295,7 @@ class SavePlan:
                     progress.num_saved_blocks, end_block // grid.chunk_blocks * grid.chunk_blocks
                 )
             self._leaving += self._save_part(progress, grid, end_block)
-            self._leaving += self.waiting_states(progress)
+            self._leaving += self._save_waiting(progress)
             num_left = max(0, end_block - progress.num_saved_blocks)
             num_allowed = progress.limit.end_tokens // grid.block_tokens
             num_declined = min(num_left, max(0, end_block - num_allowed))
@@ -289,6 +308,12 @@ class SavePlan:
         if progress.has_gap:
             return num_left, 0
         return num_left - num_declined, num_declined
+
+    def ended(self, progress: Progress) -> tuple[int, int]:
+        """Do `left` for a request that has ended."""
+        found = self.left(progress)
+        progress.wanted_states.clear()  # so that it waits for none
+        return found
 
     def reported(self, report: Report) -> AbstractSet[ChunkKey]:
         """Process what workers report about chunks; return those that must be saved again."""

@@ -22,7 +22,7 @@ from ecshare.plugin.start import start_with_namespace
 from ecshare.store.keys import tp_size_key
 from ecshare.transfer.engine import TransferEngine
 from kvshare.chunks.facts import KVFacts, kv_facts, kv_namespace
-from kvshare.chunks.layers import LayerSet, is_shareable
+from kvshare.chunks.layers import LayerSet, is_bound, is_shareable
 from kvshare.chunks.prefix import ChunkKey, Grid, covered_tokens, is_mixed
 from kvshare.chunks.recent_keys import RecentKeys
 from kvshare.chunks.slabs import steps_state_bytes
@@ -141,6 +141,7 @@ class KVScheduler:
                 layer_sets=[each.facts for each in facts.layer_sets],
                 stored_dtype=config.stored_dtype,
                 compression=config.compression,
+                only_tp_size=facts.tp_size if is_bound(facts.layer_sets) else None,
             ),
             write=facts.saves,
             mark_of=lambda found: tp_size_key(found.kind, found.digest, facts.tp_size),
@@ -373,7 +374,7 @@ class KVScheduler:
         progress = tracked.progress
         # A session that goes on replaces the token that ended its turn, so fewer are computed.
         progress.end_tokens = min(progress.end_tokens, request.num_computed_tokens)
-        num_dropped, num_declined = self._saves.left(progress)
+        num_dropped, num_declined = self._saves.ended(progress)
         if num_dropped:
             self._engine.stats.add("blocks/dropped", num_dropped)
         if num_declined:
@@ -511,10 +512,7 @@ class KVScheduler:
         for request_id, handed_over in states_of_step(output).items():
             if request_id in self._tracked:
                 yield from self._saves.states(self._tracked[request_id].progress, handed_over)
-        for request_id in output.num_scheduled_tokens:
-            progress = self._progress_of(request_id)
-            if progress is not None and progress.wanted_states:
-                yield from self._saves.waiting_states(progress)
+        yield from self._saves.waiting_states()
 
 
 def _log_start(

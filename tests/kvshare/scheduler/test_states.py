@@ -20,17 +20,21 @@ from ecshare.store.keys import Key, Kind, gap_key, object_key
 from ecshare.transfer.jobs import Tier
 from kvshare.chunks.layers import AttentionWindow, LayerSet
 from kvshare.chunks.prefix import Chunk, Grid, Prefix
-from kvshare.chunks.slabs import slab_sizes
 from kvshare.messages import Piece, Report
 from kvshare.scheduler import lookups
+from kvshare.scheduler.cached_states import CachedStates
 from kvshare.scheduler.search import KEYS_A_ROUND, StoredPrefix
 from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.scheduler.test_scheduler import (
     FULL,
+    MOST_CALLS,
     NAMESPACE,
+    SLAB,
     Bench,
     StartBench,
     bench,
+    decode_calls,
+    decode_calls_per_request,
     end_load,
 )
 from tests.kvshare.toy import BLOCK, make_request
@@ -46,7 +50,6 @@ SETS = (FULL, STATES)
 PART, STATE_PART = "t0of1", "t0of1-s1"
 PROMPT = list(range(5 * BLOCK + 2))
 OTHER = range(1000, 1000 + 3 * BLOCK)
-SLAB = slab_sizes([1])(0, 1)
 
 
 def grid(chunk_blocks: int = 1) -> Grid:
@@ -571,3 +574,44 @@ def test_state_inside_a_prompt_leaves_the_memory_for_the_last_one_alone(bench: S
     assert not states_in(step(here, request, 0, 3 * BLOCK, {3 * BLOCK: states[3 * BLOCK]}))
     found = step(here, request, 3 * BLOCK, 5 * BLOCK, {5 * BLOCK: states[5 * BLOCK]})
     assert states_in(found) == [((5 * BLOCK,), (5 * BLOCK,))]
+
+
+# --- what a step costs ---
+
+
+@pytest.mark.parametrize("prompt_blocks", [2, 200])
+def test_decode_step_of_a_hybrid_costs_no_more_than_of_another_model(
+    bench: StartBench, prompt_blocks: int
+) -> None:
+    here = bench(layer_sets=SETS, chunk_blocks=16)
+    prompt = list(range(prompt_blocks * BLOCK + 1))
+    requests = [make_request(str(number), [number, *prompt[1:]], 9) for number in range(40)]
+    for request in requests:
+        step(here, request, 0, len(prompt), {len(prompt) - 1: [(1, 31), (2, 32)]})
+    assert decode_calls_per_request(here, requests) <= MOST_CALLS
+
+
+@pytest.mark.parametrize("prompt_blocks", [5, 200])
+def test_states_that_wait_for_memory_cost_as_much_however_long_the_prompt(
+    bench: StartBench, monkeypatch: pytest.MonkeyPatch, prompt_blocks: int
+) -> None:
+    """Of each prompt the chunks are stored already. vLLM's cache has all states."""
+    monkeypatch.setattr(CachedStates, "find", lambda *_: {1: 31, 2: 32})
+    here = bench(layer_sets=SETS, options={"buffer_bytes": 8 * SLAB})
+    prompt = list(range(prompt_blocks * BLOCK + 1))
+    requests = [make_request(str(number), [number, *prompt[1:]], 9) for number in range(40)]
+    for request in requests:
+        for chunk in chunks_of(request.prompt_token_ids or ()):
+            here.half._saves._stored.add(chunk.key)
+    fill(here)
+    for request in requests:
+        states = {n * BLOCK: [(1, 30 + n), (2, 40 + n)] for n in range(1, prompt_blocks + 1)}
+        assert not step(here, request, 0, len(prompt), states)
+    decode_calls(here, requests)  # flushes what the last steps left
+    assert decode_calls(here, requests) <= (MOST_CALLS + 4) * len(requests)
+
+
+def fill(here: Bench) -> None:
+    """Take all memory for saves."""
+    taken = step(here, make_request("taken", [*OTHER, *PROMPT, *OTHER], 9), 0, 11 * BLOCK, {})
+    assert len(taken) == 8
