@@ -225,7 +225,7 @@ class KVLookupBuffer(_Buffer, KVLookupBufferBase):
     """
 
     _kind = "lookup"
-    _format = 2
+    _format = 3
 
     def _start(self, path: str) -> None:
         super()._start(path)
@@ -256,7 +256,7 @@ class KVLookupBuffer(_Buffer, KVLookupBufferBase):
         entry = EntryName.new(self._namespace, tokens)
         try:
             _check_size(sum(tensor.nbytes for tensor in tensors.values()))
-            body = self._object_of(entry.key, pack(tokens, tensors))
+            body = self._object_of(entry.key, pack(tensors))
             self._client.run(self._store.put(entry.key, body))
             self.counters["inserted"] += 1
         except (StoreError, TimeoutError) as exc:

@@ -22,7 +22,7 @@ from ecshare.store.errors import ObjectCorrupt
 from kvshare.chunks.facts import kv_namespace
 from kvshare.config import OPTIONS_PATH
 from kvshare.pre_v1.buffers import KVLookupBuffer
-from kvshare.pre_v1.index import as_file, from_file
+from kvshare.pre_v1.index import from_file, pack
 from kvshare.pre_v1.model_input import Batch, Prompt
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def _packed_states(states: States, prompt: Prompt) -> Tensor:
     if isinstance(states, Tensor):
         return states[part]
     named = {name: each[part] for name, each in states.tensors.items()}
-    return torch.frombuffer(bytearray(as_file(named)), dtype=torch.uint8)
+    return pack(named)
 
 
 def unpacked_states(packed: Tensor, count: int, device: torch.device) -> States | None:
@@ -216,7 +216,7 @@ def unpacked_states(packed: Tensor, count: int, device: torch.device) -> States 
     if packed.dtype != torch.uint8:
         return packed[:count].to(device) if packed.ndim and len(packed) >= count else None
     try:
-        named = from_file(memoryview(packed.numpy()))  # type: ignore[arg-type]
+        named = from_file(packed)
     except ObjectCorrupt:
         return None
     if not named or any(not each.ndim or len(each) < count for each in named.values()):
