@@ -39,6 +39,7 @@ TESTS = (
     "tests/ecshare/encoder/scheduler/test_placeholders.py",
     "tests/ecshare/encoder/scheduler/test_scheduler.py",
     "tests/ecshare/encoder/test_worker.py",
+    "tests/docs/test_model_table.py",
     "tests/lab/test_conformance.py",
     "tests/lab/test_conformance_kit.py",
     "tests/kvshare",

@@ -187,8 +187,21 @@ def _namespace_finding(kind: Kind, manifest: Manifest, count: NamespaceCount, mo
         Level.OK,
         f"{manifest.namespace}: {count.num_objects:,}{more} objects, "
         f"{size(count.num_bytes)}{more}; its manifest is {age}",
-        (", ".join(shown), *([problem] if count.num_foreign else [])),
+        (
+            ", ".join(shown),
+            *_layer_sets(facts.get("layer_sets")),
+            *([problem] if count.num_foreign else []),
+        ),
     )
+
+
+def _layer_sets(listed: object) -> Iterator[str]:
+    """Yield a line about the layers whose KV engines store, as they wrote it (see `LayerSet`)."""
+    if isinstance(listed, list):
+        sets = [each for each in listed if isinstance(each, list) and len(each) > 1]
+        words = [f"{_word(number)} of {_word(kind)}" for kind, number, *_ in sets[:MAX_SHOWN]]
+        if words:
+            yield f"layers: {', '.join(words)}"
 
 
 def _age(modified_s: float | None) -> str:

@@ -226,9 +226,12 @@ def _option_refusal(vllm_config: "VllmConfig") -> str | None:
             f"of {_TRUSTED_HASHES}"
         )
     if option(cache, "calculate_kv_scales"):
-        return "calculate_kv_scales is on: each engine scales its KV in its own way"
+        return (
+            "calculate_kv_scales is on, and each engine would scale its KV in its own way: leave "
+            "it out"
+        )
     if option(cache, "prefix_match_unit") not in (None, cache.block_size):
-        return "prefix_match_unit is set: blocks are hashed in pieces"
+        return "prefix_match_unit is set, and blocks are hashed in pieces: leave it out"
     return None
 
 

@@ -548,10 +548,12 @@ def _log_sizes(facts: KVFacts) -> None:
     attention = [each for each in facts.layer_sets if not each.is_recurrent]
     token_bytes = facts.chunk_bytes(facts.grid.chunk_blocks) // facts.grid.chunk_tokens
     logger.info(
-        "KV of a token: %d bytes in each rank; a chunk: %d tokens, %d objects in each rank",
+        "KV of a token: %d bytes in each rank; a chunk: %d tokens, %d objects in each rank; "
+        "layers: %s",
         token_bytes,
         facts.grid.chunk_tokens,
         len(attention),
+        ", ".join(f"{len(each.layers)} of {each.facts[0]}" for each in facts.layer_sets),
     )
     if facts.grid.has_states:
         logger.info(

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proxies that delay, damage and drop traffic."""
+"""A proxy that delays traffic."""

@@ -26,8 +26,9 @@ from ecshare.store.keys import Key, Kind, namespace_digest, object_key
 from ecshare.transfer.device.staging import Staging
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Fetch, Job, Lookup, Outcome, Put, StoredObject
+from tests.bad_s3.faults import LIES, modes
+from tests.bad_s3.server import BUCKET, BadS3, Stored, bad_s3
 from tests.engines.chat import wait_until
-from tests.faults.bad_s3 import BUCKET, LIES, BadS3, Stored, bad_s3, modes
 
 IO_TIMEOUT_S = 3.0
 FETCH_TIMEOUT_S = 4.0
@@ -96,7 +97,7 @@ class World:
             assert not closing.is_alive(), "close() hangs"
 
     def _config(self) -> EncoderConfig:
-        options: dict[str, Any] = dict(self.server.storage_options)
+        options: dict[str, Any] = self.server.storage_options
         if self.road == "s3fs":
             options["s3_additional_kwargs"] = {}
         return EncoderConfig(
@@ -245,8 +246,8 @@ def check_start(at: World, mode: str) -> None:
     at.check_no_good_object_is_deleted()
 
     def is_quiet() -> bool:
-        before = at.server.num_asked
-        return not threading.Event().wait(QUIET_S) and at.server.num_asked == before
+        before = len(at.server.requests)
+        return not threading.Event().wait(QUIET_S) and len(at.server.requests) == before
 
     wait_until(is_quiet, "a closed engine still sends requests")
 

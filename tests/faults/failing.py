@@ -4,113 +4,63 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import s3fs
-
-from lab.faults.http_proxy import FaultProxy, Method
-from lab.faults.kinds import Fault
-from lab.servers.s3 import BUCKET, SeaweedFS
+from tests.bad_s3.faults import always, cut_at, flipped, late, modes, storing, upload_cut_at
+from tests.bad_s3.server import BadS3, Fault, refused
 from tests.faults.disks import SmallDisk
-from tests.waiting import wait_until
 
 Failing = Callable[[], contextlib.AbstractContextManager[None]]
 
 # An offset in the middle of a stored object: behind the prologue, before the end.
 MIDDLE = 9000
-FAULTS: dict[str, tuple[Fault, Method]] = {
-    "503": (Fault.answer(503), "any"),
-    "403": (Fault.answer(403), "any"),
-    "404": (Fault.answer(404), "any"),
-    "a little slow": (Fault.slow(0.3), "any"),
-    "slow": (Fault.slow(4.0), "any"),
-    "silent": (Fault.slow(3600.0), "any"),
-    "uploads refused": (Fault.answer(507, "QuotaExceeded"), "PUT"),
-    "answers cut": (Fault.cut(MIDDLE), "GET"),
-    "uploads cut": (Fault.cut(MIDDLE, "upload"), "PUT"),
-    "answers reset": (Fault.reset(MIDDLE), "GET"),
-    "uploads reset": (Fault.reset(MIDDLE, "upload"), "PUT"),
-    "answers stalled": (Fault.stall(MIDDLE), "GET"),
-    "uploads stalled": (Fault.stall(MIDDLE, "upload"), "PUT"),
-    "bits flipped in answers": (Fault.flip(MIDDLE), "GET"),
-    "bits flipped in uploads": (Fault.flip(MIDDLE, "upload"), "PUT"),
+STALLED, STALLED_UPLOAD = cut_at(MIDDLE, "hang"), upload_cut_at(MIDDLE, "hang")
+FAULTS: dict[str, Mapping[str, Fault]] = {
+    "503": modes("any:503"),
+    "403": modes("any:403"),
+    "404": {"any": always(refused(404, "NoSuchKey"))},
+    "a little slow": {"any": late(0.3)},
+    "slow": {"any": late(4.0)},
+    "silent": {"any": late(3600.0)},
+    "stopped": modes("any:hang"),
+    "uploads refused": modes("put:full"),
+    "answers cut": {"get": cut_at(MIDDLE, "close")},
+    "uploads cut": {"put": upload_cut_at(MIDDLE, "close")},
+    "answers reset": {"get": cut_at(MIDDLE, "reset")},
+    "uploads reset": {"put": upload_cut_at(MIDDLE, "reset")},
+    "answers stalled": {"get": STALLED},
+    "uploads stalled": {"put": STALLED_UPLOAD},
+    "bits flipped in answers": modes("get:flipped"),
+    "bits flipped in uploads": {"put": storing(flipped)},
 }
-UPLOADS = [name for name, (_, on) in FAULTS.items() if on == "PUT"]
+UPLOADS = [name for name, faults in FAULTS.items() if "put" in faults]
 READABLE = [*UPLOADS, "a little slow"]
 """The faults during which stored objects can be loaded."""
-_TRIES = 3
-_STARTS_WITHIN_S = 12.0  # ordinarily one or two
 
 
 @dataclass(kw_only=True)
 class Bucket:
-    """An S3 server that engines reach through a proxy."""
+    """The S3 server of the engines."""
 
-    server: SeaweedFS
-    proxy: FaultProxy
+    server: BadS3
 
     @contextlib.contextmanager
     def fault(self, name: str) -> Iterator[None]:
-        """Give the proxy a fault of FAULTS; fail if no request meets it."""
-        fault, on = FAULTS[name]
-        before = self.proxy.num_hits
-        self.proxy.fail(fault, on=on)
+        """Give the server a fault of FAULTS; fail if no request meets it."""
+        self.server.faults = FAULTS[name]
         yield
-        self.proxy.heal()
-        assert self.proxy.num_hits > before, "no request met the fault"
-
-    @contextlib.contextmanager
-    def refusing(self) -> Iterator[None]:
-        """Refuse all connections."""
-        self.proxy.fail(Fault.refuse())
-        yield
-        self.proxy.heal()
-
-    @contextlib.contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Stop the server's process (SIGSTOP)."""
-        self.server.pause()
-        try:
-            yield
-        finally:
-            self.server.resume()
+        assert self.server.num_hits, "no request met the fault"
+        self.server.faults = {}
 
     @contextlib.contextmanager
     def deleted(self) -> Iterator[None]:
         """Delete the bucket with its objects; create an empty one in the end."""
-        s3 = self.client()
-        s3.rm(BUCKET, recursive=True)
-        with contextlib.suppress(FileNotFoundError):
-            s3.rmdir(BUCKET)
-        assert not s3.exists(BUCKET)
+        self.server.objects.clear()
+        self.server.faults = modes("any:no-bucket")
         yield
-        with contextlib.suppress(FileExistsError):  # an upload makes SeaweedFS create it
-            s3.mkdir(BUCKET)
-
-    @contextlib.contextmanager
-    def down(self) -> Iterator[None]:
-        """Kill the server, and cut the connections in the proxy; then start it again."""
-        self.server.kill()
-        self.proxy.disconnect()
-        self.proxy.heal()
-        yield
-        self.start_again()
-
-    def start_again(self) -> None:
-        """Start a killed server. It was seen to hang in that start: then kill it and retry."""
-        for _ in range(_TRIES):
-            self.server.start()
-            with contextlib.suppress(AssertionError):
-                wait_until(self.server.is_ready, _STARTS_WITHIN_S, pause_s=0.1)
-                return
-            self.server.kill()
-        raise self.server.failure("does not start again")
-
-    def client(self) -> s3fs.S3FileSystem:
-        """A client that bypasses the proxy."""
-        return s3fs.S3FileSystem(**self.server.storage_options, use_listings_cache=False)
+        self.server.faults = {}
 
 
 @dataclass(kw_only=True)

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 import pytest
 
 from ecshare.transfer.jobs import Outcome
-from tests.faults.bad_s3 import (
+from tests.bad_s3.faults import (
     ANY,
     FAULTS,
-    Verb,
     empty,
     flipped,
     flipped_in_front,
@@ -21,6 +20,7 @@ from tests.faults.bad_s3 import (
     modes,
     zeroed,
 )
+from tests.bad_s3.server import Verb
 from tests.faults.bad_stores import (
     NO_MD5,
     ROADS,

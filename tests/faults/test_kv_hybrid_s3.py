@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An S3 server stops and comes back while engines share KV and states of a hybrid model."""
+"""An S3 server is killed and started again while engines share KV and states of a hybrid model."""
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,14 +12,11 @@ from typing import Any
 import pytest
 
 from lab import model_cache
-from lab.faults.http_proxy import FaultProxy
 from lab.servers.engine_forks import EngineForks
 from lab.servers.engines import EngineProcess, kv_argument
-from lab.servers.processes import LOOPBACK
 from lab.servers.s3 import SeaweedFS
 from tests.conftest import CACHE, LOGS, engines
 from tests.engines.chat import complete, counting, is_certain
-from tests.faults.failing import Bucket
 from tests.faults.fleet import RECOVERS_WITHIN_S, SHORT_WAITS
 from tests.faults.kv_fleet import MISSES
 from tests.releases import needs_offered_states
@@ -30,12 +28,15 @@ BLOCK = 128
 LENGTH = 6 * BLOCK + 20
 HIT = 6 * BLOCK  # the last boundary of a prompt
 LONG_ANSWER = 300
+_TRIES = 3
+_STARTS_WITHIN_S = 12.0  # ordinarily one or two
 
 
 @dataclass(kw_only=True)
-class HybridFleet(Bucket):
-    """A plain engine, and two that share KV and states by `server`, through `proxy`."""
+class HybridFleet:
+    """A plain engine, and two that share KV and states by `server`."""
 
+    server: SeaweedFS
     plain: EngineProcess
     first: EngineProcess
     second: EngineProcess
@@ -61,6 +62,18 @@ class HybridFleet(Bucket):
         self.check(self.first, prompt)
         return self.check(self.second, prompt) == HIT
 
+    @contextlib.contextmanager
+    def without_server(self) -> Iterator[None]:
+        self.server.kill()
+        yield
+        for _ in range(_TRIES):  # it was seen to hang in that start
+            self.server.start()
+            with contextlib.suppress(AssertionError):
+                wait_until(self.server.is_ready, _STARTS_WITHIN_S, pause_s=0.1)
+                return
+            self.server.kill()
+        raise self.server.failure("does not start again")
+
     def check_passes(self) -> None:
         wait_until(self.passes, RECOVERS_WITHIN_S, "no state passes through the store", pause_s=0.2)
 
@@ -71,14 +84,12 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, forks: EngineForks) -> Itera
     model = model_cache.model(CACHE / "models", "lfm2")
     with (
         SeaweedFS(LOGS, "seaweedfs-kv-hybrid-faults") as server,
-        FaultProxy(LOOPBACK, server.port.number) as proxy,
         engines(LOGS / __name__, model, forks) as start,
     ):
-        storage = server.storage_options | {"endpoint_url": proxy.url}
 
         def sharing(name: str) -> EngineProcess:
             options: dict[str, Any] = {"host_cache_dir": f"{hosts}/{name}", **SHORT_WAITS}
-            options["storage_options"] = storage
+            options["storage_options"] = server.storage_options
             return start(name, "--dtype=float32", kv_argument("both", server.url, **options))
 
         fleet = HybridFleet(
@@ -86,7 +97,6 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, forks: EngineForks) -> Itera
             first=sharing("first"),
             second=sharing("second"),
             server=server,
-            proxy=proxy,
         )
         for engine in (fleet.plain, fleet.first, fleet.second):
             engine.wait_ready()
@@ -106,7 +116,7 @@ def test_hybrid_answers_rightly_while_the_server_is_killed_and_comes_back(
             pool.submit(fleet.check, engine, prompt, LONG_ANSWER)
             for engine, prompt in zip((fleet.first, fleet.second), long, strict=True)
         ]
-        with fleet.down():
+        with fleet.without_server():
             assert fleet.check(fleet.second, kept) == 0
             fleet.check(fleet.first, met)
             assert fleet.check(fleet.second, met) == 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An S3 server, or the proxy before it, fails while requests run."""
+"""An S3 server fails while requests run."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,14 +9,12 @@ from functools import partial
 
 import pytest
 
-from lab.faults.http_proxy import FaultProxy
-from lab.faults.kinds import Fault
 from lab.servers.engines import EngineProcess, ec_argument
-from lab.servers.processes import LOOPBACK
-from lab.servers.s3 import SeaweedFS
-from tests.conftest import LOGS, StartEngine
+from tests.bad_s3.faults import on
+from tests.bad_s3.server import BUCKET, bad_s3
+from tests.conftest import StartEngine
 from tests.faults.clock import Clock
-from tests.faults.failing import FAULTS, MIDDLE, READABLE, UPLOADS, Bucket, Failing
+from tests.faults.failing import FAULTS, READABLE, STALLED, STALLED_UPLOAD, UPLOADS, Bucket, Failing
 from tests.faults.fleet import SHORT_WAITS, Decoding, Fleet, Item, new_uuid
 
 pytestmark = pytest.mark.faults
@@ -26,7 +24,7 @@ OBJECTS = "/ec/"
 
 @dataclass(kw_only=True)
 class S3Fleet(Bucket, Fleet):
-    """Engines that reach `server` through `proxy`; `encoder` answers before its upload is done."""
+    """Engines of one S3 server; `encoder` answers before its upload is done."""
 
     durable: EngineProcess
     """An encoder that answers after its upload is done."""
@@ -44,16 +42,13 @@ def fleet(engine: StartEngine, tmp_path_factory: pytest.TempPathFactory) -> Iter
     with contextlib.suppress(FileNotFoundError):
         clock = Clock(tmp_path_factory.mktemp("clock"))
     clocked = partial(engine, environment=clock.environment if clock else {})
-    with (
-        SeaweedFS(LOGS, "seaweedfs-faults") as server,
-        FaultProxy(LOOPBACK, server.port.number) as proxy,
-    ):
+    with bad_s3() as server:
 
         def argument(role: str, save: str = "announced") -> str:
             return ec_argument(
                 role,
-                server.url,
-                storage_options=server.storage_options | {"endpoint_url": proxy.url},
+                f"s3://{BUCKET}/cache",
+                storage_options=server.storage_options,
                 host_cache_dir=str(hosts / role),
                 save=save,
                 **SHORT_WAITS,
@@ -66,7 +61,6 @@ def fleet(engine: StartEngine, tmp_path_factory: pytest.TempPathFactory) -> Iter
             clocked("consumer", argument("consumer"), "--enable-mm-embeds"),
             durable=durable,
             server=server,
-            proxy=proxy,
             clock=clock,
         )
         fleet.wait_ready()
@@ -78,7 +72,7 @@ def fleet(engine: StartEngine, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def healed(fleet: S3Fleet) -> Iterator[None]:
     """Remove the faults after each case, even a failed one."""
     yield
-    fleet.proxy.heal()
+    fleet.server.faults = {}
     if fleet.clock is not None:
         fleet.clock.move(0)
 
@@ -89,7 +83,7 @@ CLOCKS = {"an hour ahead": (3600, False), "an hour behind": (-3600, False),
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_proxy_fault_costs_only_hits(fleet: S3Fleet, name: str) -> None:
+def test_server_fault_costs_only_hits(fleet: S3Fleet, name: str) -> None:
     check_fault(fleet, name)
 
 
@@ -103,11 +97,7 @@ def check_fault(fleet: S3Fleet, name: str) -> None:
 
 
 def test_refused_connections_cost_only_hits(fleet: S3Fleet) -> None:
-    survive(fleet, fleet.refusing)
-
-
-def test_stopped_server_costs_only_hits(fleet: S3Fleet) -> None:
-    survive(fleet, fleet.stopped)
+    survive(fleet, fleet.server.refusing)
 
 
 @pytest.mark.parametrize("name", CLOCKS)
@@ -135,11 +125,10 @@ def test_server_killed_during_an_upload_costs_only_hits(fleet: S3Fleet, save: st
     if save == "durable":
         fleet = replace(fleet, encoder=fleet.durable)
     with Decoding(fleet), ThreadPoolExecutor() as asking:
-        hits = fleet.proxy.num_hits
-        fleet.proxy.fail(Fault.stall(MIDDLE, "upload"), on="PUT", key=OBJECTS)
+        fleet.server.faults = {"put": on(OBJECTS, STALLED_UPLOAD)}
         encoding = asking.submit(fleet.encode)
-        fleet.proxy.wait_hit(hits + 1, 60)
-        with fleet.down():
+        fleet.server.wait_hit()
+        with fleet.server.refusing():
             lost = encoding.result()
             fleet.check_with_pixels()
             fleet.check_announced(lost)
@@ -149,11 +138,10 @@ def test_server_killed_during_an_upload_costs_only_hits(fleet: S3Fleet, save: st
 def test_server_killed_during_a_download_costs_only_hits(fleet: S3Fleet) -> None:
     kept = fleet.store()
     with Decoding(fleet), ThreadPoolExecutor() as asking:
-        hits = fleet.proxy.num_hits
-        fleet.proxy.fail(Fault.stall(MIDDLE), on="GET", key=OBJECTS)
+        fleet.server.faults = {"get": on(OBJECTS, STALLED)}
         loading = asking.submit(fleet.without_pixels, kept)
-        fleet.proxy.wait_hit(hits + 1, 60)
-        with fleet.down():
+        fleet.server.wait_hit()
+        with fleet.server.refusing():
             fleet.is_right(kept, loading.result())
             fleet.check_with_pixels(kept.uuid, kept.seed)
     fleet.check_recovers(kept)
@@ -161,13 +149,11 @@ def test_server_killed_during_a_download_costs_only_hits(fleet: S3Fleet) -> None
 
 def test_encoder_killed_during_an_upload_costs_only_hits(fleet: S3Fleet) -> None:
     with Decoding(fleet):
-        hits = fleet.proxy.num_hits
-        fleet.proxy.fail(Fault.stall(MIDDLE, "upload"), on="PUT", key=OBJECTS)
+        fleet.server.faults = {"put": on(OBJECTS, STALLED_UPLOAD)}
         known = fleet.encode()
-        fleet.proxy.wait_hit(hits + 1, 60)
+        fleet.server.wait_hit()
         fleet.encoder.kill()
-        fleet.proxy.disconnect()
-        fleet.proxy.heal()
+        fleet.server.disconnect()
         assert not fleet.is_right(known, fleet.without_pixels(known)), "it was never stored"
         fleet.check_with_pixels(known.uuid, known.seed)
     fleet.encoder.start()
@@ -179,14 +165,12 @@ def test_retry_succeeds_after_a_durable_encoder_is_killed(fleet: S3Fleet) -> Non
     """The client gets no answer, and retries on another encoder."""
     uuid, seed = new_uuid()
     with Decoding(fleet), ThreadPoolExecutor() as asking:
-        hits = fleet.proxy.num_hits
-        fleet.proxy.fail(Fault.stall(MIDDLE, "upload"), on="PUT", key=OBJECTS)
+        fleet.server.faults = {"put": on(OBJECTS, STALLED_UPLOAD)}
         asked = asking.submit(replace(fleet, encoder=fleet.durable).encode, uuid, seed)
-        fleet.proxy.wait_hit(hits + 1, 60)
+        fleet.server.wait_hit()
         fleet.durable.kill()
         assert isinstance(asked.exception(), OSError)
-        fleet.proxy.disconnect()
-        fleet.proxy.heal()
+        fleet.server.disconnect()
         fleet.check_recovers(fleet.encode(uuid, seed))
     fleet.durable.start()
     fleet.durable.wait_ready()
@@ -197,18 +181,16 @@ def test_consumer_killed_during_a_load_reuses_its_host_cache(fleet: S3Fleet) -> 
     loaded, loading = fleet.store(), fleet.store()
     assert fleet.is_right(loaded, fleet.without_pixels(loaded))
     with ThreadPoolExecutor() as asking:
-        hits = fleet.proxy.num_hits
-        fleet.proxy.fail(Fault.stall(MIDDLE), on="GET", key=OBJECTS)
+        fleet.server.faults = {"get": on(OBJECTS, STALLED)}
         asked = asking.submit(fleet.without_pixels, loading)
-        fleet.proxy.wait_hit(hits + 1, 60)
+        fleet.server.wait_hit()
         fleet.consumer.kill()
         assert isinstance(asked.exception(), OSError)
-    fleet.proxy.heal()
+    fleet.server.faults = {}
     fleet.consumer.start()
     fleet.consumer.wait_ready()
-    fleet.proxy.fail(Fault.refuse())
-    assert fleet.is_right(loaded, fleet.without_pixels(loaded)), "it was in the host cache"
-    fleet.proxy.heal()
+    with fleet.server.refusing():
+        assert fleet.is_right(loaded, fleet.without_pixels(loaded)), "it was in the host cache"
     fleet.check_recovers(loading)
 
 

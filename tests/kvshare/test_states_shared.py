@@ -27,6 +27,7 @@ from tests.kvshare.toy import (
     BLOCK,
     FOR_DECODE,
     GIVE_UP_S,
+    LAYERS,
     ToyEngine,
     expected_answer,
     hybrid,
@@ -62,6 +63,18 @@ STATES = "-s"  # in the names of their objects
 def end_of(prompt: Sequence[int]) -> int:
     """Return after how many tokens the last state that the same prompt can load is."""
     return (len(prompt) - 1) // BLOCK * BLOCK
+
+
+def test_log_says_which_layers_are_shared_and_what_they_weigh(
+    start: StartEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "kvshare")
+    facts = start(specs=GROUPS["recurrent layers and windows"]).connector.scheduler._facts
+    (sizes,) = [each for each in caplog.messages if each.startswith("KV of a token: ")]
+    assert f"a chunk: {facts.grid.chunk_tokens} tokens, 2 objects" in sizes
+    assert f"layers: {LAYERS} of full, {LAYERS} of window {W}, {2 * LAYERS} of state" in sizes
+    (hybrids,) = [each for each in caplog.messages if each.startswith("hybrid model: ")]
+    assert f"{facts.state_bytes} bytes and 1 objects in each rank" in hybrids
 
 
 @each_kind

@@ -239,7 +239,7 @@ def test_request_waiting_for_blocks_is_computed_after_wait_s(gated: StartEngine)
     writer = gated(engine=small | {"num_blocks": 200})
     for number, prompt in enumerate(prompts):
         serve(writer, prompt, max_tokens=1, name=str(number))
-    reader = gated(engine=small | {"num_blocks": 34}, wait_s=0.1, io_timeout_s=30.0)
+    reader = gated(engine=small | {"num_blocks": 34}, wait_s=1.0, io_timeout_s=30.0)
     GatedFileSystem.close_gate("get")
     for number, prompt in enumerate(prompts):
         reader.add(make_request(str(number), prompt, 3))

@@ -19,8 +19,8 @@ import pytest
 
 from lab.servers.processes import Server
 from lab.servers.s3 import SeaweedFS
+from tests.bad_s3.server import BUCKET, BadS3
 from tests.ecshare.store.azurite import CONTAINER, Azurite
-from tests.ecshare.store.gcs_server import BUCKET, GCS
 
 ROOT = Path(__file__).parents[2]
 PINNED = ("--constraint", str(ROOT / "constraints.txt"))
@@ -255,7 +255,7 @@ def test_azure_extra_reaches_azure(wheel: str, empty: Empty, azurite: Azurite) -
     assert "stores, returns and removes objects" in _checked(ran)
 
 
-def test_gcs_extra_reaches_google_storage(wheel: str, empty: Empty, gcs: GCS) -> None:
+def test_gcs_extra_reaches_google_storage(wheel: str, empty: Empty, gcs: BadS3) -> None:
     empty.install(f"{wheel}[gcs]", *PINNED)
-    ran = empty.doctor(f"gs://{BUCKET}/wheel", endpoint_url=gcs.url, token="anon")
+    ran = empty.doctor(f"gs://{BUCKET}/wheel", endpoint_url=gcs.endpoint, token="anon")
     assert "stores, returns and removes objects" in _checked(ran)

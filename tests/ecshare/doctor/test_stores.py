@@ -7,9 +7,7 @@ import re
 import shutil
 import socket
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +29,10 @@ from ecshare.store.keys import (
 )
 from ecshare.store.objects import Sink
 from ecshare.store.open import open_store
-from lab.faults.http_proxy import FaultProxy, Method
-from lab.faults.kinds import Fault
 from lab.servers.processes import LOOPBACK, Port
 from lab.servers.s3 import SeaweedFS
+from tests.bad_s3.faults import always, modes
+from tests.bad_s3.server import Reply, bad_s3, refused
 from tests.ecshare.conftest import Doctor, start
 from tests.waiting import until
 
@@ -46,6 +44,26 @@ def tree(folder: Path) -> dict[str, tuple[int, int, int]]:
     """Return all paths in a folder with size, mode and modification time."""
     status = {path: path.lstat() for path in [folder, *folder.rglob("*")]}
     return {str(p): (s.st_size, s.st_mode, s.st_mtime_ns) for p, s in status.items()}
+
+
+def test_layers_of_a_kv_namespace_are_shown(doctor: Doctor, tmp_path: Path) -> None:
+    sets = [["full", 8, 2], ["window 1024", 40, 2], ["state GDN: 3x8 bfloat16", 24, 1]]
+    facts = {**FACTS, "layer_sets": sets}
+    start(tmp_path, facts, "", object_key(Kind.KV, namespace_digest(facts), "chunk"), kind=Kind.KV)
+    status, text = doctor()
+    assert status == 0, text
+    assert "layers: 8 of 'full', 40 of 'window 1024', 24 of 'state GDN: 3x8 bfloat16'" in text
+
+
+@pytest.mark.parametrize("sets", ["x", 7, [], [7], [[]], [["full"]], {"full": 8}])
+def test_layers_that_no_engine_wrote_are_left_out(
+    doctor: Doctor, tmp_path: Path, sets: object
+) -> None:
+    facts = {**FACTS, "layer_sets": sets}
+    start(tmp_path, facts, "", object_key(Kind.KV, namespace_digest(facts), "chunk"), kind=Kind.KV)
+    status, text = doctor()
+    assert status == 0, text
+    assert "layers:" not in text
 
 
 # --- folders ---
@@ -227,47 +245,35 @@ def test_throughput_line_shows_the_number_of_rounds(doctor: Doctor) -> None:
 
 # --- buckets ---
 
-Answer = tuple[int, str, bytes]
+
+def page(status: int, content_type: str, body: bytes = b"", *headers: tuple[str, str]) -> Reply:
+    return Reply(status, body, {"Content-Type": content_type, **dict(headers)})
+
+
 PLAIN = {
-    "nothing": (404, "text/html", b"<html>not found</html>"),
-    "page": (200, "text/html", b"<!doctype html><html>hello</html>"),
-    "json": (404, "application/json", b'{"detail": "Not Found"}'),
-    "login": (401, "text/plain", b"who are you?"),
+    "nothing": page(404, "text/html", b"<html>not found</html>"),
+    "page": page(200, "text/html", b"<!doctype html><html>hello</html>"),
+    "json": page(404, "application/json", b'{"detail": "Not Found"}'),
+    "login": page(401, "text/plain", b"who are you?"),
 }
+DENIED = b"<Error><Code>AccessDenied</Code><Message>%b</Message></Error>"
 
 
-@contextmanager
-def http_server(answer: Answer, **headers: str) -> Iterator[str]:
-    """Serve the same response with these headers to all requests; yield the server's url."""
-    status, content_type, body = answer
+@pytest.fixture
+def answered(doctor: Doctor) -> Callable[..., tuple[int, str, str]]:
+    """Ask the doctor about a server that gives the same answer to all requests."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def answer(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            self.send_response(status)
-            self.send_header("Content-Type", content_type)
-            self.send_header("Content-Length", str(len(body)))
-            for name, value in headers.items():
-                self.send_header(name.replace("_", "-"), value)
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
+    def check(reply: Reply, *arguments: str, **storage: Any) -> tuple[int, str, str]:
+        """Return the doctor's status and text, and the server's url."""
+        with bad_s3(always(reply)) as server:
+            options = server.storage_options | storage
+            found = doctor(*arguments, url="s3://bucket/x", storage_options=options, io_timeout_s=5)
+        return *found, server.endpoint
 
-        do_DELETE = do_GET = do_HEAD = do_POST = do_PUT = answer  # noqa: N815
+    return check
 
-        def log_message(self, *_: object) -> None:
-            pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield url
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+Answered = Callable[..., tuple[int, str, str]]
 
 
 def problems(text: str) -> list[str]:
@@ -281,15 +287,11 @@ CLIENTS = {"obstore": {}, "s3fs": {"config_kwargs": {"max_pool_connections": 7}}
 @pytest.mark.parametrize("arguments", [(), ("--read-only",)])
 @pytest.mark.parametrize("name", PLAIN)
 def test_http_server_that_is_not_s3_is_named(
-    doctor: Doctor, name: str, arguments: Sequence[str], client: str
+    answered: Answered, name: str, arguments: Sequence[str], client: str
 ) -> None:
-    with http_server(PLAIN[name]) as url:
-        storage = {"key": "a", "secret": "b", "endpoint_url": url} | CLIENTS[client]
-        status, text = doctor(
-            *arguments, url="s3://bucket/x", storage_options=storage, io_timeout_s=5
-        )
+    status, text, url = answered(PLAIN[name], *arguments, **CLIENTS[client])
     assert status == 1
-    code, content_type, _ = PLAIN[name]
+    code, content_type = PLAIN[name].status, PLAIN[name].headers["Content-Type"]
     (problem,) = problems(text)
     assert problem.startswith(f"store: {url} is an HTTP server, but it answers {code} ")
     assert f"with {content_type}: it is not an S3 server; set endpoint_url" in problem
@@ -319,22 +321,16 @@ def test_server_that_is_not_http_is_named(doctor: Doctor) -> None:
     assert problem.startswith(f"store: {url} answers, but not with HTTP: it is not an S3 server")
 
 
-def test_redirect_is_named_and_not_followed(doctor: Doctor) -> None:
-    with (
-        http_server(PLAIN["page"]) as elsewhere,
-        http_server((302, "text/plain", b""), Location=elsewhere) as url,
-    ):
-        storage = {"key": "a", "secret": "b", "endpoint_url": url}
-        status, text = doctor(url="s3://bucket/x", storage_options=storage)
+def test_redirect_is_named_and_not_followed(answered: Answered) -> None:
+    with bad_s3(always(PLAIN["page"])) as elsewhere:
+        status, text, url = answered(page(302, "text/plain", b"", ("Location", elsewhere.endpoint)))
     assert status == 1
     (problem,) = problems(text)
     assert problem.startswith(f"store: {url} is an HTTP server, but it answers 302 ")
 
 
-def test_bad_gateway_asks_if_the_s3_server_is_up(doctor: Doctor) -> None:
-    with http_server((502, "text/html", b"<html>bad gateway</html>")) as url:
-        storage = {"key": "a", "secret": "b", "endpoint_url": url}
-        status, text = doctor(url="s3://bucket/x", storage_options=storage)
+def test_bad_gateway_asks_if_the_s3_server_is_up(answered: Answered) -> None:
+    status, text, url = answered(page(502, "text/html", b"<html>bad gateway</html>"))
     assert status == 1
     (problem,) = problems(text)
     assert f"{url} is an HTTP server, but it answers 502 Bad Gateway with text/html" in problem
@@ -342,34 +338,24 @@ def test_bad_gateway_asks_if_the_s3_server_is_up(doctor: Doctor) -> None:
 
 
 @pytest.mark.parametrize("answer", [(409, "OperationAborted"), (412, "PreconditionFailed")])
-def test_conflict_response_is_one_sentence(doctor: Doctor, answer: tuple[int, str]) -> None:
-    status, code = answer
-    body = f"<Error><Code>{code}</Code><Message>Try again.</Message></Error>".encode()
-    with http_server((status, "application/xml", body)) as url:
-        storage = {"key": "a", "secret": "b", "endpoint_url": url}
-        found, text = doctor(url="s3://bucket/x", storage_options=storage)
+def test_conflict_response_is_one_sentence(answered: Answered, answer: tuple[int, str]) -> None:
+    found, text, url = answered(refused(*answer))
     assert found == 1
     (problem,) = problems(text)
-    assert f"the store at {url} answered {status} {code}: Try again." in problem
+    assert f"the store at {url} answered {answer[0]} {answer[1]}: Words." in problem
 
 
-def test_region_of_the_bucket_is_named(doctor: Doctor) -> None:
-    with http_server((301, "text/plain", b""), x_amz_bucket_region="eu-north-1") as url:
-        storage = {"key": "a", "secret": "b", "endpoint_url": url}
-        status, text = doctor(url="s3://bucket/x", storage_options=storage)
+def test_region_of_the_bucket_is_named(answered: Answered) -> None:
+    reply = page(301, "text/plain", b"", ("x-amz-bucket-region", "eu-north-1"))
+    status, text, _ = answered(reply)
     assert status == 1
     (problem,) = problems(text)
     assert "the bucket is in the region eu-north-1, and us-east-1 was asked" in problem
 
 
-def test_text_of_a_hostile_server_is_escaped(doctor: Doctor) -> None:
-    body = (
-        b'<?xml version="1.0"?><Error><Code>AccessDenied</Code>'
-        b"<Message>\x1b[2Jok      store: fine" + b"x" * 5000 + b"</Message></Error>"
-    )
-    with http_server((403, "application/xml", body)) as url:
-        storage = {"key": "a", "secret": "b", "endpoint_url": url}
-        status, text = doctor(url="s3://bucket/x", storage_options=storage)
+def test_text_of_a_hostile_server_is_escaped(answered: Answered) -> None:
+    body = DENIED % (b"\x1b[2Jok      store: fine" + b"x" * 5000)
+    status, text, _ = answered(page(403, "application/xml", body))
     assert status == 1
     assert "AccessDenied" in text
     assert "check key and secret" in text
@@ -377,14 +363,14 @@ def test_text_of_a_hostile_server_is_escaped(doctor: Doctor) -> None:
     assert len(text) < 2000
 
 
-@pytest.mark.parametrize(("body", "headers"), [("<Error></Error>", {}), ("", {"x_amz_id_2": "1"})])
+@pytest.mark.parametrize(
+    ("body", "headers"), [(b"<Error></Error>", []), (b"", [("x-amz-id-2", "1")])]
+)
 def test_denial_without_a_message_shows_no_client_internals(
-    doctor: Doctor, body: str, headers: dict[str, str]
+    answered: Answered, body: bytes, headers: list[tuple[str, str]]
 ) -> None:
     class_names = re.compile("lacked|Generic S3 error|Error performing|: ;")
-    with http_server((403, "application/xml", body.encode()), **headers) as url:
-        storage = {"key": "a", "secret": "b", "endpoint_url": url}
-        status, text = doctor(url="s3://bucket/x", storage_options=storage)
+    status, text, url = answered(page(403, "application/xml", body, *headers))
     assert status == 1
     (problem,) = problems(text)
     assert problem.startswith(f"store: the store at {url} answered 403 Forbidden; check key and")
@@ -419,22 +405,17 @@ def test_wrong_bucket_or_credentials_are_reported_once(
         assert "ok      store" not in text
 
 
-@pytest.mark.s3
 @pytest.mark.parametrize(
-    ("methods", "words"),
+    ("mode", "words"),
     [
-        (("PUT",), r"can be read, but not written: the store at \S+ answered 403 AccessDenied"),
-        (("POST", "DELETE"), r"but does not remove them; .* Left: doctor-[0-9a-f]{16} \("),
+        ("put:403", r"can be read, but not written: the store at \S+ answered 403 AccessDenied"),
+        ("delete:403", r"but does not remove them; .* Left: doctor-[0-9a-f]{16} \("),
     ],
 )
-def test_denied_operation_is_named(
-    doctor: Doctor, seaweed: SeaweedFS, methods: Sequence[Method], words: str
-) -> None:
-    with FaultProxy(LOOPBACK, seaweed.port.number) as proxy:
-        for method in methods:  # some servers remove several objects by a POST
-            proxy.fail(Fault.answer(403), on=method)
-        storage = seaweed.storage_options | {"endpoint_url": proxy.url}
-        status, text = doctor(url=f"{seaweed.url}/denied", storage_options=storage)
+def test_denied_operation_is_named(doctor: Doctor, mode: str, words: str) -> None:
+    with bad_s3() as server:
+        server.faults = modes(mode)
+        status, text = doctor(url="s3://bucket/x", storage_options=server.storage_options)
     assert status == 1
     (problem,) = problems(text)
     assert re.search(words, problem)

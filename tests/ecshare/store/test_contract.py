@@ -14,9 +14,9 @@ from ecshare.store.fsspec.store import FsspecStore, open_fsspec
 from ecshare.store.objects import ObjectStore
 from ecshare.store.open import open_store
 from ecshare.testing import StoreContract
+from tests.bad_s3.server import BadS3
 from tests.ecshare.store.azurite import Azurite
 from tests.ecshare.store.conftest import Bucket, azure_config, gcs_config
-from tests.ecshare.store.gcs_server import GCS
 
 
 class TestMemory(StoreContract):
@@ -137,7 +137,7 @@ class TestGoogleThroughObstore(StoreContract):
     states_md5 = False
 
     @pytest.fixture
-    async def store(self, gcs: GCS) -> AsyncIterator[ObjectStore]:
+    async def store(self, gcs: BadS3) -> AsyncIterator[ObjectStore]:
         store = open_store(gcs_config(gcs), "options")
         assert not isinstance(store, FsspecStore)
         yield store

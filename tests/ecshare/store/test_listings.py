@@ -3,12 +3,10 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
-from xml.sax.saxutils import escape
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
@@ -29,7 +27,8 @@ from ecshare.store.keys import (
 from ecshare.store.manifest import list_manifests, write_manifest
 from ecshare.store.objects import ObjectInfo, ObjectStore, probe
 from ecshare.store.open import open_store
-from tests.ecshare.store.scripted import DATED, Asked, Scripted, serving
+from tests.bad_s3.faults import always
+from tests.bad_s3.server import BUCKET, BadS3, Fault, Reply, Request, Stored, bad_s3, page_of
 
 SPACE = "f" * 32
 KEY = object_key(Kind.EC, SPACE, "an object")
@@ -37,64 +36,23 @@ ODD_ENDS = ["//x", "/../x", "/./x", "/a\tb", "/zz//x", "/ff\x7fa", "/\x1b[31m", 
 HARMLESS_ENDS = ["/", "/é", "/a%2Fb", "/%", "/" + "k" * 900, "/ x", "/a\\b", "/.x"]
 
 
-class Bucket:
-    """The objects of an S3 server, which lists `page` of them per request."""
-
-    def __init__(self, *names: str, page: int = 1000) -> None:
-        self.objects = dict.fromkeys((f"cache/{name}" for name in names), b"body")
-        self.page = page
-
-    def __call__(self, asked: Asked) -> None:
-        parts = urlsplit(asked.path)
-        query = {name: values[0] for name, values in parse_qs(parts.query).items()}
-        key = parts.path.removeprefix("/bucket").lstrip("/")
-        if asked.command == "GET" and "list-type" in query:
-            self.list(asked, query)
-        elif asked.command == "PUT":
-            self.objects[key] = asked.body
-            asked.say(200, etag='"e"')
-        elif key in self.objects:
-            asked.say(200, self.objects[key], etag='"e"', **DATED)
-        else:
-            asked.say_error(404, "NoSuchKey")
-
-    def list(self, asked: Asked, query: dict[str, str]) -> None:
-        after = query.get("continuation-token") or query.get("start-after", "")
-        keys = sorted(
-            key for key in self.objects if key.startswith(query.get("prefix", "")) and key > after
-        )
-        more = keys[self.page :]
-        asked.say(200, page(keys[: self.page], keys[self.page - 1] if more else ""))
-
-
-def page(keys: list[str], token: str) -> bytes:
-    """`token`: "" ends the listing."""
-    lines = "".join(
-        f"<Contents><Key>{_escaped(key)}</Key><LastModified>2026-11-22T00:00:00.000Z"
-        "</LastModified><ETag>1</ETag><Size>4</Size></Contents>"
-        for key in keys
-    )
-    more = f"<NextContinuationToken>{_escaped(token)}</NextContinuationToken>" if token else ""
-    return (
-        "<ListBucketResult xmlns='http://s3.amazonaws.com/doc/2006-03-01/'><Name>bucket</Name>"
-        f"<IsTruncated>{'true' if token else 'false'}</IsTruncated>{more}{lines}</ListBucketResult>"
-    ).encode()
-
-
-def _escaped(key: str) -> str:
-    return "".join(f"&#{ord(c)};" if ord(c) < 32 else c for c in escape(key))
-
-
 @contextmanager
 def bucket(
-    answer: Callable[[Asked], None], **options: Any
-) -> Iterator[tuple[Scripted, ObjectStore]]:
-    with serving(answer) as server:
-        storage_options = {"key": "k", "secret": "s", "endpoint_url": server.endpoint, **options}
+    *names: str, page: int = 1000, answer: Fault | None = None, **options: Any
+) -> Iterator[tuple[BadS3, ObjectStore]]:
+    """Serve objects of these names, `page` of them in each part of a listing."""
+    with bad_s3(answer) as server:
+        server.page = page
+        server.objects = {f"cache/{name}": Stored.of(b"body") for name in names}
+        storage_options = server.storage_options | options
         config = StoreConfig(
-            url="s3://bucket/cache", storage_options=storage_options, io_timeout_s=5
+            url=f"s3://{BUCKET}/cache", storage_options=storage_options, io_timeout_s=5
         )
         yield server, open_store(config, "options")
+
+
+def page(keys: list[str], next_page: str | None = None) -> Reply:
+    return page_of(dict.fromkeys(keys, Stored.of(b"body")), next_page=next_page)
 
 
 async def names(store: ObjectStore, prefix: str) -> list[str]:
@@ -104,23 +62,23 @@ async def names(store: ObjectStore, prefix: str) -> list[str]:
 @pytest.mark.parametrize("end", [*ODD_ENDS, *HARMLESS_ENDS])
 @pytest.mark.parametrize("write", [False, True])
 async def test_start_up_tolerates_invalid_keys(end: str, *, write: bool) -> None:
-    with bucket(Bucket(f"probe{end}", f"ec/2/manifests{end}")) as (_, store):
+    with bucket(f"probe{end}", f"ec/2/manifests{end}") as (_, store):
         await probe(store, write=write)
         await store.close()
 
 
 async def test_start_up_on_a_used_store_lists_nothing() -> None:
-    with bucket(Bucket(PROBE_KEY)) as (server, store):
+    with bucket(PROBE_KEY) as (server, store):
         for write in (False, True):
             await probe(store, write=write)
         await store.close()
-        assert [method for method, _ in server.asked] == ["GET", "GET", "PUT"]
+        assert [method for method, _ in server.requests] == ["GET", "GET", "PUT"]
 
 
 @pytest.mark.parametrize("end", HARMLESS_ENDS)
 async def test_listing_tolerates_foreign_keys(end: str) -> None:
     manifest = manifest_key(Kind.EC, SPACE)
-    with bucket(Bucket(manifest, f"ec/2/manifests{end}")) as (_, store):
+    with bucket(manifest, f"ec/2/manifests{end}") as (_, store):
         assert [each for each in await names(store, "ec/2/manifests/") if each in manifest] == [
             *([manifest.removesuffix(f"/{SPACE}")] if end == "/" else []),
             manifest,
@@ -137,7 +95,7 @@ async def test_listing_continues_after_a_page_with_an_invalid_key(
     before, behind = f"ec/2/manifests/{'0' * 32}", f"ec/2/manifests/{SPACE}"
     last = object_key(Kind.EC, SPACE, "x")
     with (
-        bucket(Bucket(before, f"ec/2/manifests{end}", behind, last, page=1)) as (_, store),
+        bucket(before, f"ec/2/manifests{end}", behind, last, page=1) as (_, store),
         caplog.at_level(logging.WARNING),
     ):
         assert set(await names(store, "ec/2/")) == {before, behind, last}
@@ -149,7 +107,7 @@ async def test_listing_continues_after_a_page_with_an_invalid_key(
 
 
 async def test_objects_hidden_from_listings_still_exist() -> None:
-    with bucket(Bucket(KEY, "ec/2//x", "ec/2/zz//x")) as (_, store):
+    with bucket(KEY, "ec/2//x", "ec/2/zz//x") as (_, store):
         assert await names(store, "ec/2/") == []
         assert await store.exists([KEY]) == [True]
         await store.close()
@@ -158,21 +116,18 @@ async def test_objects_hidden_from_listings_still_exist() -> None:
 async def test_listing_without_start_after_support_is_tried_twice() -> None:
     """Azure has no such parameter: obstore lists again from the start."""
 
-    def stubborn(asked: Asked) -> None:
-        asked.say(200, page(["cache/ec/2//x", f"cache/{KEY}"], ""))
-
-    with bucket(stubborn) as (server, store):
+    with bucket(answer=always(page(["cache/ec/2//x", f"cache/{KEY}"]))) as (server, store):
         assert await names(store, "ec/2/") == []
-        assert len(server.asked) == 2
+        assert len(server.requests) == 2
         await store.close()
 
 
 async def test_too_many_invalid_keys_end_a_listing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cloud, "MOST_INVALID_KEYS", 3)
     odd = [f"ec/2/{n}\t" for n in range(9)]
-    with bucket(Bucket(*odd, page=1)) as (server, store):
+    with bucket(*odd, page=1) as (server, store):
         assert await names(store, "ec/2/") == []
-        assert len(server.asked) == 4
+        assert len(server.requests) == 4
         await store.close()
 
 
@@ -219,12 +174,12 @@ async def test_endless_listing_stops_when_its_reader_is_cancelled(
     some = asyncio.Event()
     num = 0
 
-    def endless(asked: Asked) -> None:
+    def endless(_: Request) -> Reply:
         nonlocal num
         num += 1
         if num == 20:
             loop.call_soon_threadsafe(some.set)
-        asked.say(200, page(keys, str(num)))
+        return page(keys, str(num))
 
     async def is_asked() -> bool:
         before = num
@@ -232,7 +187,7 @@ async def test_endless_listing_stops_when_its_reader_is_cancelled(
         return num > before
 
     general: dict[str, Any] = {"s3_additional_kwargs": {}} if road == "s3fs" else {}
-    with bucket(endless, **general) as (_, store):
+    with bucket(answer=endless, **general) as (_, store):
         listing = asyncio.create_task(drained(store.list("ec/2/")))
         await some.wait()
         listing.cancel()
@@ -255,20 +210,20 @@ async def test_endless_listing_fails_after_most_pages(
     monkeypatch.setattr(module, "MOST_PAGES", 5)
     general: dict[str, Any] = {"s3_additional_kwargs": {}} if module is fsspec_store else {}
     foreign = [f"cache/Other-{n}" for n in range(1000)]
-    with bucket(lambda asked: asked.say(200, page(foreign, "same")), **general) as (server, store):
+    with bucket(answer=always(page(foreign, "same")), **general) as (server, store):
         with pytest.raises(StoreUnavailable, match="more than 5 pages, or does not end"):
             await names(store, "ec/2/")
-        assert len(server.asked) <= 6
+        assert len(server.requests) <= 6
         await store.close()
 
 
 async def test_s3fs_listing_fetches_only_the_pages_that_are_read() -> None:
     """Only some of a million objects are counted, since all would take minutes."""
     there = [object_key(Kind.EC, SPACE, str(n)) for n in range(9)]
-    with bucket(Bucket(*there, page=2), s3_additional_kwargs={}) as (server, store):
+    with bucket(*there, page=2, s3_additional_kwargs={}) as (server, store):
         async with aclosing(store.list("ec/2/")) as listing:  # type: ignore[type-var]
             assert (await anext(aiter(listing))).key in there
-        assert len(server.asked) == 1
+        assert len(server.requests) == 1
         assert sorted(await names(store, "ec/2/")) == sorted(there)
         await store.close()
 
@@ -304,7 +259,7 @@ async def test_other_filesystems_are_listed_folder_by_folder(
 
 async def test_manifests_after_invalid_keys_are_found() -> None:
     facts = {"model": "m"}
-    with bucket(Bucket("ec/2/manifests//x", "ec/2/manifests/../x")) as (_, store):
+    with bucket("ec/2/manifests//x", "ec/2/manifests/../x") as (_, store):
         await write_manifest(store, Kind.EC, namespace_digest(facts), facts)
         (found,) = await list_manifests(store, Kind.EC)
         assert found.facts == facts

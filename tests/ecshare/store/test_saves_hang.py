@@ -18,7 +18,7 @@ from ecshare.store.fsspec.store import FsspecStore, open_fsspec
 from ecshare.store.keys import Kind, object_key
 from ecshare.store.objects import ObjectStore, read
 from ecshare.store.open import open_store
-from tests.ecshare.store.scripted import DATED, Asked, serving
+from tests.bad_s3.server import BUCKET, Request, Stored, bad_s3
 
 KEY = object_key(Kind.EC, "0" * 32, "stored")
 NUM_SAVES = 70  # more than any client has threads for
@@ -110,15 +110,18 @@ async def test_reads_work_while_a_server_does_not_answer_puts(
     """Through obstore, which uses as many connections as saves are admitted, and through s3fs."""
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
 
-    def answer(asked: Asked) -> None:
-        if asked.command == "PUT":
-            held.wait()
-        asked.say(200, b"body", etag='"e"', **DATED)
+    def hang(_: Request) -> None:
+        held.wait()
 
-    with serving(answer) as server:
-        keys = {"key": "k", "secret": "hidden", "endpoint_url": server.endpoint}
+    with bad_s3() as server:
+        server.objects[f"x/{KEY}"] = Stored.of(b"body")
+        server.faults = {"put": hang}
         store = opened(
-            StoreConfig(url="s3://bucket/x", storage_options=keys, io_timeout_s=GIVE_UP_S)
+            StoreConfig(
+                url=f"s3://{BUCKET}/x",
+                storage_options=server.storage_options,
+                io_timeout_s=GIVE_UP_S,
+            )
         )
         async with hung_saves(store, held, number):
             await check_reads(store)

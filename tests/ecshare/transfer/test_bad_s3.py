@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ecshare.transfer.jobs import Outcome
-from tests.faults.bad_s3 import flipped, half, modes
+from tests.bad_s3.faults import flipped, half, modes
 from tests.faults.bad_stores import ASKED, NO_MD5, World, check_damaged, check_jobs, key_of, world
 from tests.nightly import gate_tries_only
 

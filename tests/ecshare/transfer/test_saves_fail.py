@@ -18,10 +18,8 @@ from ecshare.store.keys import Key, Kind, object_key
 from ecshare.transfer.device.staging import Staging
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Backfill, Fetch, Job, Lookup, Outcome, Put, StoredObject
-from lab.faults.http_proxy import FaultProxy
-from lab.faults.kinds import Fault
-from lab.servers.processes import LOOPBACK
-from lab.servers.s3 import SeaweedFS
+from tests.bad_s3.faults import modes
+from tests.bad_s3.server import BUCKET, bad_s3
 
 FACTS = TensorSpec("U8", (10_000,))
 STORED = [object_key(Kind.EC, "0" * 32, f"stored {number}") for number in range(5)]
@@ -104,16 +102,12 @@ def test_loads_work_while_saves_to_a_folder_fail(
     check_loads(hosts)
 
 
-@pytest.mark.s3
-@pytest.mark.parametrize("status", [403, 503, 507])
-def test_loads_work_while_saves_to_a_bucket_fail(
-    on_hosts: Callable[..., Hosts], seaweed: SeaweedFS, tmp_path: Path, status: int
-) -> None:
-    with FaultProxy(LOOPBACK, seaweed.port.number) as proxy:
-        options = dict(seaweed.storage_options, endpoint_url=proxy.url)
-        hosts = on_hosts(url=f"{seaweed.url}/{tmp_path.name}", storage_options=options)
+@pytest.mark.parametrize("mode", ["put:403", "put:503", "put:full"])
+def test_loads_work_while_saves_to_a_bucket_fail(on_hosts: Callable[..., Hosts], mode: str) -> None:
+    with bad_s3() as server:
+        hosts = on_hosts(url=f"s3://{BUCKET}/x", storage_options=server.storage_options)
         hosts.store()
-        proxy.fail(Fault.answer(status, "QuotaExceeded" if status == 507 else ""), on="PUT")
+        server.faults = modes(mode)
         check_loads(hosts)
 
 

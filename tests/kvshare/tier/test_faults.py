@@ -17,11 +17,11 @@ from ecshare.store.errors import ConfigError
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec, seal
 from ecshare.store.keys import Kind, object_key
 from ecshare.transfer.device.staging import Staging, slab_bytes
-from lab.faults.http_proxy import FaultProxy
-from lab.faults.kinds import Fault
 from lab.faults.tcp_proxy import Proxy
 from lab.servers.processes import LOOPBACK
 from lab.servers.s3 import SeaweedFS
+from tests.bad_s3.faults import modes, on
+from tests.bad_s3.server import BUCKET, bad_s3
 from tests.kvshare.damage import empty, flip_a_payload_bit, replace, truncate
 from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.tier.offloading import (
@@ -265,35 +265,21 @@ def test_store_that_stops_answering_costs_hits(
         proxy.resume()
 
 
-@pytest.mark.s3
 @pytest.mark.parametrize(
-    "fault",
-    [
-        Fault.answer(503),
-        Fault.answer(403),
-        Fault.answer(404),
-        Fault.cut(100),
-        Fault.reset(100),
-        Fault.stall(5000),
-        Fault.flip(5000),
-    ],
-    ids=lambda fault: f"{fault.kind.name.lower()}-{fault.status}",
+    "fault", ["503", "403", "missing", "cut", "cut-by-reset", "stall", "flipped"]
 )
-def test_failed_download_is_a_miss(
-    start: Start, seaweed: SeaweedFS, tmp_path: Path, fault: Fault
-) -> None:
-    with FaultProxy(LOOPBACK, seaweed.port.number) as proxy:
-        options = dict(seaweed.storage_options, endpoint_url=proxy.url)
-        store = {"url": f"{seaweed.url}/{tmp_path.name}", "storage_options": options}
+def test_failed_download_is_a_miss(start: Start, fault: str) -> None:
+    with bad_s3() as server:
+        store = {"url": f"s3://{BUCKET}/x", "storage_options": server.storage_options}
         one = start(**store)
         one.offload(NUMBERS)
         one.rest()
         host = start(**store, wait_s=1.0, io_timeout_s=1.0)
-        proxy.fail(fault, on="GET", key="kv/")
+        server.faults = {"get": on("kv/", modes(f"get:{fault}")["get"])}
         assert host.find(NUMBERS) == [MISS] * 3
-        assert proxy.num_hits
+        assert server.num_hits
         assert is_idle(host)
-        proxy.heal()
+        server.faults = {}
         host.step_until(lambda: not host.is_breaker_open())
         host.offload(NUMBERS, "computed")
         assert host.find(NUMBERS, "computed") == [HIT] * 3

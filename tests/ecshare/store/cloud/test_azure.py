@@ -14,9 +14,10 @@ from ecshare.store.errors import ConfigError, ObjectCorrupt, StoreDenied, StoreU
 from ecshare.store.keys import Kind, object_key
 from ecshare.store.objects import probe, read
 from ecshare.store.open import open_store
+from tests.bad_s3.faults import always
+from tests.bad_s3.server import bad_s3, refused
 from tests.ecshare.store.azurite import CONTAINER, KEY, OTHER_ACCOUNT, Azurite
 from tests.ecshare.store.conftest import azure_config
-from tests.ecshare.store.scripted import serving
 
 PATH = "ec_connector_extra_config"
 URL = "az://container/a/prefix/"
@@ -297,7 +298,7 @@ async def test_conflict_code_decides_if_the_object_exists(
     code: str, error: type[Exception] | None
 ) -> None:
     """The codes are from Azure's documentation; no emulator returns them."""
-    with serving(lambda asked: asked.say_error(409, code)) as server:
+    with bad_s3(always(refused(409, code))) as server:
         text = f"AccountName=account;AccountKey={KEY};BlobEndpoint={server.endpoint}/account"
         config = StoreConfig(url=URL, storage_options={"connection_string": text})
         store = open_store(config, "options")

@@ -14,8 +14,9 @@ from ecshare.store.errors import ConfigError, StoreDenied, StoreUnavailable
 from ecshare.store.keys import Kind, object_key
 from ecshare.store.objects import probe
 from ecshare.store.open import open_store
+from tests.bad_s3.faults import modes
+from tests.bad_s3.server import BadS3
 from tests.ecshare.store.conftest import gcs_config
-from tests.ecshare.store.gcs_server import GCS
 
 PATH = "ec_connector_extra_config"
 URL = "gs://bucket/a/prefix/"
@@ -141,7 +142,7 @@ def test_store_id_depends_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> No
     assert store_id() == store_id(endpoint_url="http://one")
 
 
-async def test_every_request_carries_the_token_unless_anonymous(gcs: GCS) -> None:
+async def test_every_request_carries_the_token_unless_anonymous(gcs: BadS3) -> None:
     key = object_key(Kind.EC, "0" * 32, "an object")
     for token, header in (("t-1", "Bearer t-1"), ("anon", None)):
         store = open_store(gcs_config(gcs, token=token), "options")
@@ -149,24 +150,24 @@ async def test_every_request_carries_the_token_unless_anonymous(gcs: GCS) -> Non
         await store.put(key, b"x", replace=True)
         await store.delete([key])
         await store.close()
-        sent = {headers.get("authorization", "").strip() or None for *_, headers in gcs.asked}
+        sent = {headers.get("authorization", "").strip() or None for *_, headers in gcs.requests}
         assert sent - {"Bearer"} == {header}
-        gcs.asked.clear()
+        gcs.requests.clear()
 
 
-async def test_server_errors_are_mapped(gcs: GCS) -> None:
+async def test_server_errors_are_mapped(gcs: BadS3) -> None:
     store = open_store(gcs_config(gcs, "gs://nothing/x"), "options")
     with pytest.raises(StoreUnavailable, match="the bucket does not exist"):
         await probe(store, write=True)
     await store.close()
-    gcs.refuses = True
+    gcs.faults = modes("any:403")
     store = open_store(gcs_config(gcs), "options")
     with pytest.raises(StoreDenied, match=r"http:\S+ answered 403 AccessDenied: Words"):
         await probe(store, write=True)
     await store.close()
 
 
-async def test_delete_of_many_keys_ignores_missing_ones(gcs: GCS) -> None:
+async def test_delete_of_many_keys_ignores_missing_ones(gcs: BadS3) -> None:
     store = open_store(gcs_config(gcs), "options")
     keys = [object_key(Kind.EC, "0" * 32, str(n)) for n in range(40)]
     await store.put(keys[-1], b"x")

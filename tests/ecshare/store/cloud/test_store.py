@@ -29,8 +29,9 @@ from ecshare.store.keys import Kind, object_key
 from ecshare.store.objects import ObjectStore, probe, read
 from ecshare.store.open import open_store
 from ecshare.testing import Listener
+from tests.bad_s3.faults import always, in_turn, modes
+from tests.bad_s3.server import DATED, BadS3, Fault, Reply, Request, Stored, bad_s3, refused
 from tests.ecshare.store.conftest import Bucket
-from tests.ecshare.store.scripted import DATED, Asked, Scripted, serving
 
 KEY = object_key(Kind.EC, "0" * 32, "an object")
 LIMIT = 1 << 30
@@ -43,7 +44,7 @@ def test_every_obstore_exception_is_mapped() -> None:
     assert known - {foreign.BaseError} <= set(MEANING)
 
 
-Serve = Callable[[Callable[[Asked], None]], tuple[Scripted, ObjectStore]]
+Serve = Callable[[Fault], tuple[BadS3, ObjectStore]]
 
 
 @pytest.fixture
@@ -51,8 +52,8 @@ def serve() -> Iterator[Serve]:
     """Start servers that respond by a function, and open stores on them."""
     with contextlib.ExitStack() as servers:
 
-        def start(answer: Callable[[Asked], None]) -> tuple[Scripted, ObjectStore]:
-            server = servers.enter_context(serving(answer))
+        def start(answer: Fault) -> tuple[BadS3, ObjectStore]:
+            server = servers.enter_context(bad_s3(answer))
             return server, store_at(server.endpoint)
 
         yield start
@@ -74,108 +75,81 @@ async def test_get_costs_one_request(
     """There is no HEAD request, and no range request if the connection is fast."""
     monkeypatch.setattr(cloud, "SLOW_S", math.inf)  # on a busy machine no connection is fast
     body = os.urandom(num_bytes)
-    server, store = serve(lambda asked: asked.say(200, body, etag='"e"', **DATED))
+    server, store = serve(always(Reply(200, body, DATED)))
     assert await read(store, KEY, LIMIT) == body
-    ((method, headers),) = server.asked
+    ((method, headers),) = server.requests
     assert method == "GET"
     assert "range" not in headers
 
 
-class Slow:
-    """Responds like a store that limits the speed of each connection."""
-
-    def __init__(self, body: bytes) -> None:
-        self.body = body
-        self.total = len(body)
-        self.tags = ['"e"', '"e"']
-        self.takes_ranges = True
-
-    def __call__(self, asked: Asked) -> None:
-        span = asked.headers.get("range")
-        if span is None or not self.takes_ranges:
-            asked.say(200, self.body, etag=self.tags[0], **DATED)
-            return
-        start, _, stop = span.removeprefix("bytes=").partition("-")
-        part = self.body[int(start) : int(stop) + 1]
-        place = f"bytes {start}-{stop}/{self.total}"
-        asked.say(206, part, content_range=place, etag=self.tags[1], **DATED)
-
-
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[BadS3, ObjectStore, bytes]]:
+    """A server with one object that a client takes for slow, as if each connection were limited."""
     monkeypatch.setattr(cloud, "SLOW_S", 0.0)
-    return Slow(os.urandom(2 * PIECE_BYTES + (5 << 20)))
+    body = os.urandom(2 * PIECE_BYTES + (5 << 20))
+    with bad_s3() as server:
+        server.objects[f"x/{KEY}"] = Stored.of(body)
+        yield server, store_at(server.endpoint), body
 
 
-async def test_rest_of_a_slow_object_is_fetched_in_ranges(serve: Serve, slow: Slow) -> None:
-    server, store = serve(slow)
-    assert await read(store, KEY, LIMIT) == slow.body
-    ranges = sorted(int(h["range"][6:].split("-")[0]) for _, h in server.asked if "range" in h)
-    assert len(server.asked) == 1 + len(ranges)
+Slow = tuple[BadS3, ObjectStore, bytes]
+
+
+async def test_rest_of_a_slow_object_is_fetched_in_ranges(slow: Slow) -> None:
+    server, store, body = slow
+    assert await read(store, KEY, LIMIT) == body
+    ranges = sorted(int(h["range"][6:].split("-")[0]) for _, h in server.requests if "range" in h)
+    assert len(server.requests) == 1 + len(ranges)
     assert ranges[0] >= cloud.TRIAL_BYTES
-    assert len(ranges) == -(-(len(slow.body) - ranges[0]) // PIECE_BYTES)
+    assert len(ranges) == -(-(len(body) - ranges[0]) // PIECE_BYTES)
 
 
-async def test_failed_range_stops_the_others(serve: Serve, slow: Slow) -> None:
-    slow.body = bytes(40 * PIECE_BYTES)
-    slow.total = len(slow.body)
+def in_ranges(fault: Fault) -> dict[str, Fault]:
+    """Have the fault for ranges only."""
+    return {"get": lambda request: fault(request) if "range" in request.headers else None}
 
-    def answer(asked: Asked) -> None:
-        if "range" in asked.headers:
-            asked.say_error(403, "AccessDenied")
-        else:
-            slow(asked)
 
-    server, store = serve(answer)
+async def test_failed_range_stops_the_others(slow: Slow) -> None:
+    server, store, _ = slow
+    server.objects[f"x/{KEY}"] = Stored.of(bytes(40 * PIECE_BYTES))
+    server.faults = in_ranges(always(refused(403, "AccessDenied")))
     with pytest.raises(StoreDenied):
         await read(store, KEY, LIMIT)
     assert len(asyncio.all_tasks()) == 1, "no other task is left"
-    assert len(server.asked) <= 1 + 2 * cloud.PIECES
+    assert len(server.requests) <= 1 + 2 * cloud.PIECES
 
 
-@pytest.mark.parametrize("changed", ["size", "version"])
-async def test_object_that_changes_between_ranges_is_refused(
-    serve: Serve, slow: Slow, changed: str
-) -> None:
-    if changed == "size":
-        slow.total += 1
-    else:
-        slow.tags[1] = '"new"'
-    _, store = serve(slow)
+@pytest.mark.parametrize("mode", ["get:wrong-range", "get:new-etags"])
+async def test_object_that_changes_between_ranges_is_refused(slow: Slow, mode: str) -> None:
+    server, store, _ = slow
+    server.faults = in_ranges(modes(mode)["get"])
     with pytest.raises(StoreUnavailable, match="changed while it was read"):
         await read(store, KEY, LIMIT)
 
 
-async def test_slow_server_without_range_support_is_read_whole(serve: Serve, slow: Slow) -> None:
+async def test_slow_server_without_range_support_is_read_whole(slow: Slow) -> None:
     """The first object arrives whole, too, with each byte once; later ones in one request."""
-    slow.takes_ranges = False
-    server, store = serve(slow)
+    server, store, body = slow
+    server.faults = modes("get:no-range")
     sink = Listener(LIMIT)
     await store.get(KEY, sink)
-    assert sink.body == slow.body
-    assert sum(stop - start for start, stop in sink.spans) == len(slow.body)
+    assert sink.body == body
+    assert sum(stop - start for start, stop in sink.spans) == len(body)
     for _ in range(2):
-        assert await read(store, KEY, LIMIT) == slow.body
-    assert sum("range" not in headers for _, headers in server.asked) == 4
+        assert await read(store, KEY, LIMIT) == body
+    assert sum("range" not in headers for _, headers in server.requests) == 4
 
 
-async def test_object_that_changes_before_the_second_request_is_refused(
-    serve: Serve, slow: Slow
-) -> None:
-    slow.takes_ranges = False
-    tags = iter(['"e"', *["new"] * 100])
-
-    def answer(asked: Asked) -> None:
-        slow.tags[0] = next(tags)
-        slow(asked)
-
-    _, store = serve(answer)
+async def test_object_that_changes_before_the_second_request_is_refused(slow: Slow) -> None:
+    server, store, body = slow
+    whole, changed = modes("get:no-range")["get"], always(Reply(200, body, DATED))
+    server.faults = {"get": in_turn(whole, *[changed] * 100)}
     with pytest.raises(StoreUnavailable, match="changed while it was read"):
         await read(store, KEY, LIMIT)
 
 
 @pytest.mark.parametrize(
-    ("refused", "kept"),
+    ("without", "kept"),
     [
         ({"x-amz-checksum-crc64nvme"}, {"if-none-match"}),
         ({"if-none-match"}, set()),
@@ -184,65 +158,45 @@ async def test_object_that_changes_before_the_second_request_is_refused(
 )
 @pytest.mark.parametrize("status", [400, 501])
 async def test_refused_put_headers_are_left_out_from_then_on(
-    serve: Serve, refused: set[str], kept: set[str], status: int
+    serve: Serve, without: set[str], kept: set[str], status: int
 ) -> None:
-    def answer(asked: Asked) -> None:
-        if refused & {name.lower() for name in asked.headers}:
-            asked.say_error(status, "NotImplemented")
-        else:
-            asked.say(200, etag='"e"')
+    def answer(request: Request) -> Reply | None:
+        return refused(status, "NotImplemented") if without & request.headers.keys() else None
 
     server, store = serve(answer)
     assert await store.put(KEY, b"body")
-    del server.asked[:]
+    del server.requests[:]
     assert await store.put(OTHER, b"body")
-    ((method, headers),) = server.asked  # the refusal is remembered
+    ((method, headers),) = server.requests  # the refusal is remembered
     assert method == "PUT"
     assert kept <= set(headers)
-    assert not refused & set(headers)
+    assert not without & set(headers)
     assert store.creates_once is ("if-none-match" in kept)
 
 
 async def test_put_refused_in_every_form_changes_no_later_put(serve: Serve) -> None:
-    statuses = [400, 400, 400, 200]
-
-    def answer(asked: Asked) -> None:
-        status = statuses.pop(0)
-        if status == 200:
-            asked.say(200, etag='"e"')
-        else:
-            asked.say_error(status, "InvalidRequest")
-
-    server, store = serve(answer)
+    server, store = serve(in_turn(*[always(refused(400, "InvalidRequest"))] * 3))
     with pytest.raises(StoreUnavailable, match="400 InvalidRequest: Words"):
         await store.put(KEY, b"body")
     assert await store.put(KEY, b"body")
-    assert "x-amz-checksum-crc64nvme" in server.asked[-1][1]
+    assert "x-amz-checksum-crc64nvme" in server.requests[-1][1]
 
 
 @pytest.mark.parametrize("code", ["BadDigest", "IncompleteBody", "RequestTimeout"])
 async def test_put_damaged_in_transit_changes_no_later_put(serve: Serve, code: str) -> None:
     """Otherwise one flipped bit in one upload would disable checksums for good."""
-    errors = [code]
-
-    def answer(asked: Asked) -> None:
-        if errors:
-            asked.say_error(400, errors.pop())
-        else:
-            asked.say(200, etag='"e"')
-
-    server, store = serve(answer)
+    server, store = serve(in_turn(always(refused(400, code))))
     with pytest.raises(StoreUnavailable, match=code):
         await store.put(KEY, b"body")
     assert await store.put(KEY, b"body")
-    assert all("x-amz-checksum-crc64nvme" in headers for _, headers in server.asked)
+    assert all("x-amz-checksum-crc64nvme" in headers for _, headers in server.requests)
 
 
 async def test_put_to_loopback_has_an_unsigned_payload(serve: Serve) -> None:
-    server, store = serve(lambda asked: asked.say(200, etag='"e"'))
+    server, store = serve(in_turn())
     await store.put(KEY, b"body")
-    assert server.asked[0][1]["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
-    assert server.asked[0][1]["if-none-match"] == "*"
+    assert server.requests[0][1]["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
+    assert server.requests[0][1]["if-none-match"] == "*"
 
 
 @pytest.mark.parametrize(
@@ -264,7 +218,7 @@ async def test_put_to_loopback_has_an_unsigned_payload(serve: Serve) -> None:
 async def test_server_errors_are_mapped(
     serve: Serve, status: int, code: str, error: type[Exception]
 ) -> None:
-    _, store = serve(lambda asked: asked.say_error(status, code))
+    _, store = serve(always(refused(status, code)))
     calls: list[Awaitable[object]] = [read(store, KEY, LIMIT)]
     if error is not ObjectMissing:
         calls += [store.put(KEY, b"x"), probe(store, write=False)]
@@ -279,7 +233,7 @@ async def test_server_errors_are_mapped(
 
 async def test_secrets_in_server_messages_are_masked(serve: Serve) -> None:
     body = b"<Error><Code>AccessDenied</Code><Message>Not with sig=hidden.</Message></Error>"
-    _, store = serve(lambda asked: asked.say(403, body))
+    _, store = serve(always(Reply(403, body)))
     with pytest.raises(StoreDenied, match=r"sig=\*\*\*") as caught:
         await read(store, KEY, LIMIT)
     assert "hidden" not in str(caught.value)
@@ -287,16 +241,16 @@ async def test_secrets_in_server_messages_are_masked(serve: Serve) -> None:
 
 async def test_archived_object_is_corrupt_not_a_store_failure(serve: Serve) -> None:
     """S3 has moved it to a storage class from which it cannot be read at once."""
-    _, store = serve(lambda asked: asked.say_error(403, "InvalidObjectState"))
+    _, store = serve(always(refused(403, "InvalidObjectState")))
     with pytest.raises(ObjectCorrupt, match=KEY):
         await read(store, KEY, LIMIT)
 
 
 async def test_only_a_missing_object_is_a_miss(serve: Serve) -> None:
-    answers = {"status": 404}
-    _, store = serve(lambda asked: asked.say(answers["status"]))
+    server, store = serve(always(Reply(404)))
     assert await store.exists([KEY]) == [False]
-    for answers["status"] in (403, 500):
+    for status in (403, 500):
+        server.faults = {"any": always(Reply(status))}
         with pytest.raises(StoreUnavailable):
             await store.exists([KEY])
 
@@ -325,7 +279,7 @@ async def test_hanging_server_is_store_unavailable() -> None:
 
 
 async def test_encryption_options_are_sent_as_headers() -> None:
-    with serving(lambda asked: asked.say(200, ETag='"x"')) as server:
+    with bad_s3() as server:
         options: dict[str, Any] = {
             "aws_server_side_encryption": "aws:kms",
             "sse_kms_key_id": "of-the-team",
@@ -333,7 +287,7 @@ async def test_encryption_options_are_sent_as_headers() -> None:
         store = store_at(server.endpoint, **options)
         await store.put(KEY, b"x")
         await store.close()
-    ((_, headers),) = server.asked
+    ((_, headers),) = server.requests
     assert headers["x-amz-server-side-encryption"] == "aws:kms"
     assert headers["x-amz-server-side-encryption-aws-kms-key-id"] == "of-the-team"
 

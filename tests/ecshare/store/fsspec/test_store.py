@@ -24,8 +24,8 @@ from ecshare.store.keys import Kind, object_key
 from ecshare.store.objects import ObjectStore, probe, read
 from ecshare.store.open import open_store
 from ecshare.store.statuses import Conflict
+from tests.bad_s3.server import BUCKET, Stored, bad_s3
 from tests.ecshare.store.conftest import Bucket
-from tests.ecshare.store.scripted import DATED, serving
 
 KEY = object_key(Kind.EC, "0" * 32, "an object")
 LIMIT = 1 << 30
@@ -259,9 +259,10 @@ async def test_objects_of_other_writers_are_listed_at_once(seaweedfs: Bucket) ->
 
 @pytest.mark.s3
 async def test_get_through_s3fs_costs_one_request() -> None:
-    with serving(lambda asked: asked.say(200, b"body", etag='"e"', **DATED)) as server:
-        options = {"key": "k", "secret": "s", "endpoint_url": server.endpoint}
-        store = open_fsspec(StoreConfig(url="s3://bucket/x", storage_options=options), "options")
+    with bad_s3() as server:
+        server.objects[f"x/{KEY}"] = Stored.of(b"body")
+        config = StoreConfig(url=f"s3://{BUCKET}/x", storage_options=server.storage_options)
+        store = open_fsspec(config, "options")
         assert await read(store, KEY, LIMIT) == memoryview(b"body")
         await store.close()
-        assert [method for method, _ in server.asked] == ["GET"]
+        assert [method for method, _ in server.requests] == ["GET"]

@@ -17,8 +17,9 @@ from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Lookup, Outcome
 from ecshare.transfer.upkeep import renewal, start_up
 from lab.servers.s3 import SeaweedFS
+from tests.bad_s3.faults import modes
+from tests.bad_s3.server import BUCKET, Stored, bad_s3
 from tests.expiry import renew_often
-from tests.faults.bad_s3 import BUCKET, Stored, bad_s3, modes
 from tests.waiting import wait_until
 
 FACTS = {"model": "qwen", "weights": "aa"}
