@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
-from ecshare.doctor.endpoint import endpoint_problem
 from ecshare.doctor.findings import Finding, Level, error_text, printable
 from ecshare.store.cloud.s3_region import wrong_region
 from ecshare.store.config import MIB, StoreConfig
@@ -60,16 +59,12 @@ async def check_store(
             return
         median_s = await _lookup_s(store)
     except (StoreError, TimeoutError) as exc:
-        problem = await asyncio.to_thread(endpoint_problem, config)
         words = error_text(exc) or f"no answer within {config.io_timeout_s:g} s"
         fix = await asyncio.to_thread(wrong_region, config) or advice(exc)
-        yield Finding("store", Level.PROBLEM, problem or f"{words}; {fix}")
+        yield Finding("store", Level.PROBLEM, f"{words}; {fix}")
         return
     if median_s is None:
-        problem = await asyncio.to_thread(endpoint_problem, config)
-        text = (
-            problem or "says that an object exists which nobody has stored; do not use this store"
-        )
+        text = "says that an object exists which no process has stored; is this a store at all?"
         yield Finding("store", Level.PROBLEM, text)
         return
     text = f"answers; a look-up takes {median_s * 1e3:.1f} ms (median of {_LOOKUPS})"
