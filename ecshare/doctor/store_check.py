@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
-from ecshare.doctor.findings import Finding, Level, error_text, printable
+from ecshare.doctor.findings import Finding, Level, printable
 from ecshare.store.cloud.s3_region import wrong_region
 from ecshare.store.config import MIB, StoreConfig
 from ecshare.store.errors import ObjectMissing, StoreDenied, StoreError
@@ -56,7 +56,7 @@ async def check_store(
             return
         median_s = await _lookup_s(store)
     except (StoreError, TimeoutError) as exc:
-        words = error_text(exc) or f"no answer within {config.io_timeout_s:g} s"
+        words = printable(str(exc)) or f"no answer within {config.io_timeout_s:g} s"
         fix = await asyncio.to_thread(wrong_region, config) or advice(exc)
         yield Finding("store", Level.PROBLEM, f"{words}; {fix}")
         return
@@ -119,7 +119,7 @@ async def measure(store: ObjectStore) -> RoundTrip:
     try:
         await store.delete([key])
     except StoreError as exc:
-        left = f"{key} ({error_text(exc)})"
+        left = f"{key} ({printable(str(exc))})"
     return RoundTrip(put_s, get_s, sink.body == body, creates_once, left)
 
 
@@ -142,7 +142,7 @@ async def _check_writes(store: ObjectStore) -> AsyncIterator[Finding]:
         round_trip = await measure(store)
     except StoreDenied as exc:
         text = (
-            f"can be read, but not written: {error_text(exc)}; engines that only load need no "
+            f"can be read, but not written: {printable(str(exc))}; engines that only load need no "
             "more. --read-only skips this check"
         )
         yield Finding("store", Level.PROBLEM, text)
