@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ecshare.doctor.contents import contents, size
-from ecshare.doctor.findings import Finding, Level, error_text, printable
+from ecshare.doctor.findings import Finding, Level, printable
 from ecshare.doctor.store_check import advice, check_store, missing_folder
 from ecshare.doctor.targets import Conflict, Remark, Target
 from ecshare.store.config import StoreConfig
@@ -135,7 +135,7 @@ async def _bounded(findings: AsyncIterator[Finding], config: StoreConfig) -> Asy
     except TimeoutError:
         yield Finding("store", Level.PROBLEM, f"no answer within {limit_s:g} s; is it up?")
     except StoreError as exc:
-        yield Finding("store", Level.PROBLEM, f"{error_text(exc)}; {advice(exc)}")
+        yield Finding("store", Level.PROBLEM, f"{printable(str(exc))}; {advice(exc)}")
 
 
 def _examine_host_cache(config: StoreConfig) -> Iterator[Finding]:

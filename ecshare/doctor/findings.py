@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One line of the doctor's report. Text from servers and buckets is escaped and truncated."""
 
-import re
 from enum import Enum
 from typing import NamedTuple
 
 _MAX_TEXT_CHARS = 400
-_HTTP_STATUS = re.compile(r"status code: (\d{3}(?: [A-Za-z-]+)*)")
 
 
 class Level(Enum):
@@ -30,10 +28,3 @@ def printable(text: str) -> str:
     """Return `text` on one line, truncated, with all unprintable characters escaped."""
     shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[: _MAX_TEXT_CHARS + 1])
     return shown if len(text) <= _MAX_TEXT_CHARS else f"{shown[:_MAX_TEXT_CHARS]}..."
-
-
-def error_text(exc: BaseException) -> str:
-    """Return the message of `exc` for a user: rather the server's status than a client's words."""
-    text = str(exc)
-    status = _HTTP_STATUS.search(text)
-    return f"the server answered {status[1]}" if status else printable(text)

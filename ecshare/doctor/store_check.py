@@ -6,11 +6,10 @@ import contextlib
 import secrets
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import NamedTuple
 
-from ecshare.doctor.endpoint import endpoint_problem
-from ecshare.doctor.findings import Finding, Level, error_text, printable
+from ecshare.doctor.findings import Finding, Level, printable
 from ecshare.store.cloud.s3_region import wrong_region
 from ecshare.store.config import MIB, StoreConfig
 from ecshare.store.errors import ObjectMissing, StoreDenied, StoreError
@@ -20,24 +19,21 @@ from ecshare.store.objects import Memory, ObjectStore, probe
 from ecshare.store.secrets import masked_url
 
 _LOOKUPS = 5
-_ROUNDS = 3
-_MAX_MEASURE_S = 3.0  # a slow store gets no further round
+_MAX_REMOVAL_S = 3.0  # from a store that has just failed
 _LARGE_BYTES = 8 * MIB
 
 
 class RoundTrip(NamedTuple):
-    """The results of storing and reading a large object a few times."""
+    """The result of storing and reading a large object."""
 
-    num_rounds: int
     put_s: float
-    """The shortest of all rounds, as is `get_s`."""
     get_s: float
     is_same: bool
     """True if the bytes that were read are those that were stored."""
     creates_once: bool
     """True if a second put of a key was refused."""
     left: str = ""
-    """The key of an object that could not be removed, and the reason. "": all were removed."""
+    """The key of the object and why it could not be removed; "": it was removed."""
 
 
 async def check_store(
@@ -60,16 +56,12 @@ async def check_store(
             return
         median_s = await _lookup_s(store)
     except (StoreError, TimeoutError) as exc:
-        problem = await asyncio.to_thread(endpoint_problem, config)
-        words = error_text(exc) or f"no answer within {config.io_timeout_s:g} s"
+        words = printable(str(exc)) or f"no answer within {config.io_timeout_s:g} s"
         fix = await asyncio.to_thread(wrong_region, config) or advice(exc)
-        yield Finding("store", Level.PROBLEM, problem or f"{words}; {fix}")
+        yield Finding("store", Level.PROBLEM, f"{words}; {fix}")
         return
     if median_s is None:
-        problem = await asyncio.to_thread(endpoint_problem, config)
-        text = (
-            problem or "says that an object exists which nobody has stored; do not use this store"
-        )
+        text = "says that an object exists which no process has stored; is this a store at all?"
         yield Finding("store", Level.PROBLEM, text)
         return
     text = f"answers; a look-up takes {median_s * 1e3:.1f} ms (median of {_LOOKUPS})"
@@ -101,45 +93,34 @@ def advice(exc: Exception) -> str:
     return "check the url and storage_options"
 
 
-async def measure(store: ObjectStore, now_s: Callable[[], float] = time.monotonic) -> RoundTrip:
-    """Store, read and remove a large object, under a new key each time; return the best figures.
-
-    `now_s` is the clock. It stops after a few seconds with the figures so far, and when an object
-    cannot be removed.
+async def measure(store: ObjectStore) -> RoundTrip:
+    """Store, read and remove a large object.
 
     Raises:
         StoreError: the store failed. What was stored is removed as far as the store allows.
     """
-    body = secrets.token_bytes(_LARGE_BYTES)
-    puts_s: list[float] = []
-    gets_s: list[float] = []
-    is_same = creates_once = True
+    body, sink = secrets.token_bytes(_LARGE_BYTES), Memory(_LARGE_BYTES)
+    # No slash in the key: a folder store would keep an empty folder.
+    key = Key(f"doctor-{secrets.token_hex(8)}")
+    try:
+        started_s = time.monotonic()
+        await store.put(key, body)
+        put_s = time.monotonic() - started_s
+        creates_once = not await store.put(key, body)
+        started_s = time.monotonic()
+        await store.get(key, sink)
+        get_s = time.monotonic() - started_s
+    except BaseException:
+        with contextlib.suppress(StoreError, TimeoutError):
+            async with asyncio.timeout(_MAX_REMOVAL_S):
+                await store.delete([key])
+        raise
     left = ""
-    ends_s = now_s() + _MAX_MEASURE_S
-    while len(gets_s) < _ROUNDS and not left and (not gets_s or now_s() < ends_s):
-        # No slash in the key: a folder store would keep an empty folder.
-        key = Key(f"doctor-{secrets.token_hex(8)}")
-        try:
-            started_s = now_s()
-            await store.put(key, body)
-            puts_s.append(now_s() - started_s)
-            if len(puts_s) == 1:
-                creates_once = not await store.put(key, body)
-            sink = Memory(_LARGE_BYTES)
-            started_s = now_s()
-            await store.get(key, sink)
-            gets_s.append(now_s() - started_s)
-            is_same = is_same and sink.body == body
-        except BaseException:
-            with contextlib.suppress(StoreError, TimeoutError):
-                async with asyncio.timeout(_MAX_MEASURE_S):  # of a store that has just failed
-                    await store.delete([key])
-            raise
-        try:
-            await store.delete([key])
-        except StoreError as exc:
-            left = f"{key} ({error_text(exc)})"
-    return RoundTrip(len(gets_s), min(puts_s), min(gets_s), is_same, creates_once, left)
+    try:
+        await store.delete([key])
+    except StoreError as exc:
+        left = f"{key} ({printable(str(exc))})"
+    return RoundTrip(put_s, get_s, sink.body == body, creates_once, left)
 
 
 async def _lookup_s(store: ObjectStore) -> float | None:
@@ -161,7 +142,7 @@ async def _check_writes(store: ObjectStore) -> AsyncIterator[Finding]:
         round_trip = await measure(store)
     except StoreDenied as exc:
         text = (
-            f"can be read, but not written: {error_text(exc)}; engines that only load need no "
+            f"can be read, but not written: {printable(str(exc))}; engines that only load need no "
             "more. --read-only skips this check"
         )
         yield Finding("store", Level.PROBLEM, text)
@@ -187,10 +168,7 @@ async def _check_writes(store: ObjectStore) -> AsyncIterator[Finding]:
     put, get = (
         _LARGE_BYTES / max(each, 1e-9) / 1e6 for each in (round_trip.put_s, round_trip.get_s)
     )
-    text = (
-        "stores, returns and removes objects; "
-        f"put {put:,.0f}, get {get:,.0f} MB/s (best of {round_trip.num_rounds})"
-    )
+    text = f"stores, returns and removes objects; put {put:,.0f}, get {get:,.0f} MB/s"
     yield Finding("store", Level.OK, text)
     if not round_trip.creates_once:
         text = "ignores create-only puts: if two engines store the same object, both send it"

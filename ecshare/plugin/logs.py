@@ -44,10 +44,7 @@ def log_sharing(
 
 
 def log_host_cache(host: HostCache) -> None:
-    """Log how much of this host's memory, or of a disk, the host cache may take.
-
-    Log a warning if other processes that use the cache have another limit.
-    """
+    """Log how much of this host's memory, or of a disk, the host cache may take."""
     logger.info(
         "host cache %s: at most %d MiB, and less where its file system would have less than %d MiB "
         "free",
@@ -55,11 +52,3 @@ def log_host_cache(host: HostCache) -> None:
         host.limit_bytes >> 20,
         host.floor_bytes >> 20,
     )
-    if others := host.other_limits():
-        logger.warning(
-            "host_cache_bytes: it is %d here, and %s for others that use %s: the smallest counts "
-            "for all. Give all engines and both connectors the same, or other folders",
-            host.limit_bytes,
-            " and ".join(map(str, others)),
-            host.root,
-        )

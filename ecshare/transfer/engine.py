@@ -16,6 +16,7 @@ work that a hook must not do.
 """
 
 import asyncio
+import atexit
 import logging
 import queue
 import time
@@ -34,7 +35,7 @@ from ecshare.store.objects import ObjectStore
 from ecshare.store.open import open_store
 from ecshare.transfer.announced.absence_notes import AbsenceNotes
 from ecshare.transfer.client.store_client import StoreClient
-from ecshare.transfer.closing import ClosingTime, has_stopped, stop_at_exit
+from ecshare.transfer.closing import ClosingTime
 from ecshare.transfer.fetch import Fetcher
 from ecshare.transfer.inline_reads import InlineReads
 from ecshare.transfer.jobs import (
@@ -126,7 +127,8 @@ class TransferEngine:
         self._io = LoopThread[_Message](
             loop, self._pools.begin_thread, self._service.take, self._service.end
         )
-        stop_at_exit(self)
+        # A thread that runs while Python ends may crash it.
+        atexit.register(self.stop)
 
     def probe(self, *, write: bool) -> bool:
         """Block until the store has answered, at start-up. `write`: it must also accept an object.
@@ -295,7 +297,7 @@ class TransferEngine:
         self._is_closed = True
         self._io.stop(timeout_s)
         self._pools.close()
-        has_stopped(self)
+        atexit.unregister(self.stop)
 
     def _wait_for_jobs(self, deadline_s: float) -> None:
         """Wait for the jobs in flight, without calling their continuations."""
@@ -386,10 +388,10 @@ class JobService:
             # Also after a cancellation that arrived when the work had ended.
             self._serving.discard(handle)
         self.done.put(_end_of(handle, outcome, value, moved))
-        if self._start.is_watching and outcome in (Outcome.OK, Outcome.MISSING):
-            is_hit = job.is_hit(outcome, value)
-            if is_hit is not None:
-                self._start.compare_again(is_hit=is_hit)
+        # Plain look-ups are for other hosts.
+        if isinstance(job, Fetch | MultiLookup) and outcome in (Outcome.OK, Outcome.MISSING):
+            is_fetched = isinstance(job, Fetch) and outcome is Outcome.OK
+            self._start.compare_again(is_hit=is_fetched or bool(value))
         if isinstance(job, Put) and outcome is Outcome.UNAVAILABLE:
             await self._give_up(handle, job)
 

@@ -29,7 +29,6 @@ class BlockingClient:
         self._limit_s = limit_s
         self._lock = threading.Lock()
         self._is_closed = False
-        self._background: list[Future[None]] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="kvshare-session", daemon=True
@@ -45,7 +44,7 @@ class BlockingClient:
             Exception: whatever `work` raises.
         """
         try:
-            return self._submit(work, self._limit_s).result()
+            return self._submit(work).result()
         except CancelledError as exc:
             raise RuntimeError(_CLOSED) from exc
 
@@ -61,10 +60,6 @@ class BlockingClient:
             reason = str(exc) or f"no answer within {self._limit_s:g} s"
             raise ConfigError(f"{option}: the store cannot be used: {reason}") from exc
 
-    def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start `work` and return. It may run until the client is closed."""
-        self._background.append(self._submit(work, None))  # loops refer to tasks weakly
-
     def close(self) -> None:
         """Cancel what is running, close the store and end the thread. Safe to call twice."""
         with self._lock:
@@ -79,9 +74,9 @@ class BlockingClient:
             self._thread.join()
             self._loop.close()
 
-    def _submit(self, work: Coroutine[Any, Any, T], limit_s: float | None) -> Future[T]:
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         async def bounded() -> T:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(self._limit_s):
                 return await work
 
         with self._lock:

@@ -218,14 +218,14 @@ class KVLookupBuffer(_Buffer, KVLookupBufferBase):
 
     Exactly once: a process takes an entry by creating a marker object, which the store lets only
     one process do. So the store must refuse to overwrite, as folders with hard links, S3 and most
-    S3 servers do; otherwise the constructor raises ConfigError. A marker stays for an hour, because
-    an entry may reappear if a put of it was sent twice. Then any open buffer removes the marker and
-    what remains of the entry. If a process dies while it takes an entry, or its store fails then,
+    S3 servers do; otherwise the constructor raises ConfigError. The marker stays, because an entry
+    may reappear if a put of it was sent twice: rules of expiry remove both, which must leave
+    markers for an hour. If a process dies while it takes an entry, or its store fails then,
     that entry may be lost. If it dies earlier, the entry stays for others.
     """
 
     _kind = "lookup"
-    _format = 2
+    _format = 3
 
     def _start(self, path: str) -> None:
         super()._start(path)
@@ -233,7 +233,6 @@ class KVLookupBuffer(_Buffer, KVLookupBufferBase):
         self._take_once = TakeOnce(self._store, self._namespace, markers)
         self._damaged: Recent[str, None] = Recent(_MAX_REMEMBERED_DAMAGED)
         self._client.start(self._take_once.check(path), f"{path}.url")
-        self._client.run_in_background(self._take_once.sweep_forever())
 
     def insert(
         self, input_tokens: Tensor, roi: Tensor, key: Tensor, value: Tensor, hidden: Tensor
@@ -257,7 +256,7 @@ class KVLookupBuffer(_Buffer, KVLookupBufferBase):
         entry = EntryName.new(self._namespace, tokens)
         try:
             _check_size(sum(tensor.nbytes for tensor in tensors.values()))
-            body = self._object_of(entry.key, pack(tokens, tensors))
+            body = self._object_of(entry.key, pack(tensors))
             self._client.run(self._store.put(entry.key, body))
             self.counters["inserted"] += 1
         except (StoreError, TimeoutError) as exc:

@@ -6,24 +6,17 @@ them. So listing names rules out most entries that do not match.
 
     <object key of the first tokens>.<number of tokens, hex>-<digest of all tokens>-<random>
 
-The name cannot tell whether an entry with more tokens than the query matches. For that its tokens
-precede its tensors, and can be read alone.
-
-    byte 0     8 bytes, little endian: n, the number of tokens of interest
-    byte 8     n * 8 bytes: these tokens, signed, little endian
-    then       a safetensors file with the tensors, by NAMES
+The name cannot tell whether an entry with more tokens than the query matches, so such an entry is
+read. An entry is a safetensors file with the tensors, by NAMES.
 """
 
-import asyncio
 import hashlib
 import random
 import re
 import secrets
 import struct
-import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
-from itertools import compress, groupby
 from typing import NamedTuple
 
 import torch
@@ -31,17 +24,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from ecshare.store.errors import ObjectCorrupt, ObjectMissing
-from ecshare.store.format import PROLOGUE_BYTES
+from ecshare.store.errors import ObjectCorrupt
 from ecshare.store.keys import Key, Kind, namespace_prefix, object_key
-from ecshare.store.objects import Buffer, ObjectStore
+from ecshare.store.objects import ObjectStore
 
 NAMES = ("input_tokens", "roi", "key", "value", "hidden")
 # Entries with fewer tokens share one name.
 _FIRST_TOKENS = 16
 _SHORT = "short"
-_COUNT = struct.Struct("<Q")
-_PARALLEL_READS = 16
 _NAME = re.compile(r".*/([0-9a-f]{64})\.([0-9a-f]{1,8})-([0-9a-f]{12})-[0-9a-f]{10}")
 
 # What safetensors and torch raise for malformed files, unknown dtypes and impossible shapes.
@@ -87,14 +77,8 @@ async def matches(
         return
     ranked = [(rank, entry) for entry in found if (rank := _rank(entry, wanted))]
     ranked.sort(key=lambda pair: pair[0], reverse=True)
-    by_length = groupby((entry for _, entry in ranked), lambda each: each.num_tokens > len(wanted))
-    for _, alike in by_length:  # longer entries must be read to know whether they match
-        several = [*alike]
-        for start in range(0, len(several), _PARALLEL_READS):
-            some = several[start : start + _PARALLEL_READS]
-            fits = await asyncio.gather(*(_starts_with(store, entry, wanted) for entry in some))
-            for entry in compress(some, fits):
-                yield entry
+    for _, entry in ranked:
+        yield entry
 
 
 def _rank(entry: EntryName, wanted: Sequence[int]) -> tuple[int, int] | None:
@@ -104,61 +88,6 @@ def _rank(entry: EntryName, wanted: Sequence[int]) -> tuple[int, int] | None:
     if entry.digest != _digest(wanted[: entry.num_tokens]):
         return None
     return (entry.num_tokens, 0)
-
-
-async def _starts_with(store: ObjectStore, entry: EntryName, wanted: Sequence[int]) -> bool:
-    """Return whether a longer `entry` begins with `wanted`, by its stored tokens, unverified."""
-    if entry.num_tokens <= len(wanted):
-        return True  # its name was conclusive
-    comparison = _PrefixComparison(PROLOGUE_BYTES + _COUNT.size, _token_bytes(wanted))
-    try:
-        await store.get(entry.key, comparison)
-    except ObjectMissing:
-        return False
-    except (ObjectCorrupt, _Decided):
-        pass
-    return comparison.is_equal
-
-
-class _Decided(Exception):  # noqa: N818 — not an error: it ends a transfer
-    """The comparison is decided: the rest of the object need not be read."""
-
-
-class _PrefixComparison:
-    """A Sink that compares the bytes of an object from `start` on with `wanted`.
-
-    It ends the transfer once the result is known. A truncated object counts as equal: reading it
-    whole reports the damage.
-    """
-
-    def __init__(self, start: int, wanted: bytes) -> None:
-        self.is_equal = True
-        self._start = start
-        self._wanted = memoryview(wanted)
-        self._num_missing = len(wanted)
-        self._lock = threading.Lock()
-
-    def begin(self, num_bytes: int) -> None:
-        """See Sink."""
-        if num_bytes < self._start + len(self._wanted):
-            raise ObjectCorrupt(f"corrupt object: {num_bytes} bytes are too few")
-
-    def write(self, offset: int, piece: Buffer) -> None:
-        """See Sink.
-
-        Raises:
-            _Decided: the result is known.
-        """
-        view, end = memoryview(piece).cast("B"), self._start + len(self._wanted)
-        first, last = max(offset, self._start), min(offset + len(view), end)
-        if first < last:
-            wanted = self._wanted[first - self._start : last - self._start]
-            is_equal = view[first - offset : last - offset] == wanted
-            with self._lock:
-                self.is_equal &= is_equal
-                self._num_missing -= last - first
-        if not self._num_missing or not self.is_equal:
-            raise _Decided
 
 
 async def _listed(
@@ -177,11 +106,9 @@ async def _listed(
                     yield EntryName(info.key, int(parsed[2], 16), parsed[3])
 
 
-def pack(tokens: Sequence[int], tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the tokens of interest and the tensors of an entry as bytes."""
-    packed = bytearray(_COUNT.pack(len(tokens)) + _token_bytes(tokens))
-    packed += as_file(tensors)
-    return torch.frombuffer(packed, dtype=torch.uint8)
+def pack(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the tensors of an entry as bytes."""
+    return torch.frombuffer(bytearray(as_file(tensors)), dtype=torch.uint8)
 
 
 def unpack(packed: Tensor) -> list[Tensor]:
@@ -190,11 +117,9 @@ def unpack(packed: Tensor) -> list[Tensor]:
     Raises:
         ObjectCorrupt: `packed` is something else.
     """
-    if packed.dtype != torch.uint8 or packed.ndim != 1 or len(packed) < _COUNT.size:
+    if packed.dtype != torch.uint8 or packed.ndim != 1:
         raise ObjectCorrupt(f"an entry is not a row of bytes: {packed.dtype} {list(packed.shape)}")
-    raw = memoryview(packed.numpy())  # type: ignore[arg-type]
-    (count,) = _COUNT.unpack_from(raw)
-    tensors = from_file(raw[_COUNT.size + 8 * count :])
+    tensors = from_file(packed)
     if missing := [name for name in NAMES if name not in tensors]:
         raise ObjectCorrupt(f"an entry holds no KV cache: no {', '.join(missing)}")
     return [tensors[name] for name in NAMES]
@@ -211,14 +136,14 @@ def as_file(tensors: Mapping[str, Tensor]) -> bytes:
     return save(owned)
 
 
-def from_file(raw: memoryview) -> dict[str, Tensor]:
-    """Return the tensors that `as_file` was given.
+def from_file(packed: Tensor) -> dict[str, Tensor]:
+    """Return the tensors of the file whose bytes are `packed`, as `as_file` has made it.
 
     Raises:
-        ObjectCorrupt: `raw` is something else.
+        ObjectCorrupt: it is something else.
     """
     try:
-        return load(raw.tobytes())
+        return load(packed.numpy().tobytes())
     except _MALFORMED as exc:
         words = str(exc)[:200].partition("\n")[0]  # torch's messages may be pages long
         raise ObjectCorrupt(f"not a safetensors file: {words}") from exc
@@ -229,8 +154,5 @@ def _prefix_name(tokens: Sequence[int]) -> str:
 
 
 def _digest(tokens: Sequence[int]) -> str:
-    return hashlib.sha256(_token_bytes(tokens)).hexdigest()[:12]
-
-
-def _token_bytes(tokens: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(tokens)}q", *tokens)
+    raw = struct.pack(f"<{len(tokens)}q", *tokens)
+    return hashlib.sha256(raw).hexdigest()[:12]

@@ -20,9 +20,7 @@ class LookupResults:
     def __init__(self) -> None:
         self._of_key: dict[OffloadKey, dict[str, LookupResult]] = {}
         self._of_request: dict[str, list[OffloadKey]] = {}
-        # Queries in progress, with the requests that they are for. Later requests are not in the
-        # set, but get the result too.
-        self._asked: dict[OffloadKey, set[str]] = {}
+        self._asked: set[OffloadKey] = set()  # queries in progress
         self._unsent: dict[str, list[OffloadKey]] = {}
 
     def result(self, key: OffloadKey, request_id: str) -> LookupResult:
@@ -33,7 +31,7 @@ class LookupResults:
         results[request_id] = LookupResult.RETRY
         self._of_request.setdefault(request_id, []).append(key)
         if key not in self._asked:
-            self._asked[key] = {request_id}
+            self._asked.add(key)
             self._unsent.setdefault(request_id, []).append(key)
         return LookupResult.RETRY
 
@@ -44,24 +42,11 @@ class LookupResults:
 
     def answer(self, key: OffloadKey, *, is_stored: bool) -> None:
         """Record the store's answer for all requests that wait for the chunk."""
-        self._asked.pop(key, None)
+        self._asked.discard(key)
         results = self._of_key.get(key, {})
         for request_id, result in results.items():
             if result is LookupResult.RETRY:
                 results[request_id] = LookupResult.HIT if is_stored else LookupResult.MISS
-
-    def timed_out(self, key: OffloadKey) -> None:
-        """Record that the store has not answered in time.
-
-        The chunk is a miss for the requests that caused the query. If later requests wait for it
-        too, one new query is queued for them.
-        """
-        results, asked = self._of_key.get(key, {}), self._asked.pop(key, set())
-        results.update(dict.fromkeys(asked & results.keys(), LookupResult.MISS))
-        waiting = {name for name, result in results.items() if result is LookupResult.RETRY}
-        if waiting:
-            self._asked[key] = waiting
-            self._unsent.setdefault(min(waiting), []).append(key)
 
     def lost(self, keys: Iterable[OffloadKey]) -> None:
         """Change the results of these chunks to MISS: they cannot be loaded after all."""

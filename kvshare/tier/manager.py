@@ -248,10 +248,7 @@ class KVShareTier(SecondaryTierManager):
         has_answer = done.value is not None
         found = done.value or (False,) * len(keys)
         for key, is_stored in zip(keys, found, strict=True):
-            if done.is_late:
-                self._lookup_results.timed_out(key)
-            else:
-                self._lookup_results.answer(key, is_stored=is_stored)
+            self._lookup_results.answer(key, is_stored=is_stored)
         num_missed = len(keys) - sum(found)
         if num_missed:
             self._stats.add(f"chunks/{'missed' if has_answer else 'failed'}", num_missed)

@@ -113,7 +113,7 @@ def test_doctor_reports_an_unreachable_store(doctor: Doctor) -> None:
     port.release()
     assert status == 1
     url = re.escape(storage["endpoint_url"])
-    assert re.search(f"^PROBLEM +store: no server answers at {url} .*refused", text, re.MULTILINE)
+    assert re.search(f"^PROBLEM +store: .*{url}", text, re.MULTILINE)
     assert "host cache" not in text, "later checks need the store"
 
 

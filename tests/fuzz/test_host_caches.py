@@ -45,8 +45,6 @@ NAMES = [
         ".claims",
         ".ledgers",
         ".ledgers/x.0",
-        ".limits",
-        ".limits/5",
         "random",
         "." + "0" * 16 + ".tmp",
     ),

@@ -21,7 +21,6 @@ import os
 import stat
 import threading
 import time
-import weakref
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -37,7 +36,6 @@ from ecshare.store.hostcache.folder import (
     is_in_memory,
     temporary_root,
 )
-from ecshare.store.hostcache.limits import declare_limit, declared_limits
 from ecshare.store.hostcache.single_flight import Claim, Claims
 from ecshare.store.hostcache.usage import (
     Usage,
@@ -277,33 +275,15 @@ class HostCache:
         self.is_in_memory = is_in_memory(root)
         """True if its files are in memory: `open` waits for no device or network."""
         self._usage = Usage(root, fitting(root, limit_bytes))
-        self._floor_bytes = floor_bytes(root)
+        self.floor_bytes = floor_bytes(root)
+        """How many bytes of the folder's file system stay free, for other programs."""
         self._evictor = Evictor(self._usage)
         self._claims = Claims(f"{root}/{_CLAIMS_NAME}")
-        declared = declare_limit(root, self.limit_bytes)
-        if declared is not None:
-            # Close without unlocking: a forked process has the same open file.
-            weakref.finalize(self, os.close, declared)
 
     @property
     def limit_bytes(self) -> int:
         """Return how many bytes the folder may hold."""
         return self._usage.limit_bytes
-
-    def other_limits(self) -> list[int]:
-        """Return the other limits that processes of this host have for this folder, sorted.
-
-        Every process evicts down to its own limit, so the smallest one counts for all.
-        """
-        with contextlib.suppress(OSError):
-            check_still_private(self.root)
-            return sorted(declared_limits(self.root) - {self.limit_bytes})
-        return []
-
-    @property
-    def floor_bytes(self) -> int:
-        """Return how many bytes of the folder's file system stay free, for other programs."""
-        return self._floor_bytes
 
     def open(self, key: Key) -> Entry | None:
         """Return the entry, pinned, or None."""
@@ -486,7 +466,7 @@ class HostCache:
             disk = os.statvfs(self.root)
         except OSError:
             return 0  # it is unknown
-        return max(0, num_bytes + self._floor_bytes - disk.f_bavail * disk.f_frsize)
+        return max(0, num_bytes + self.floor_bytes - disk.f_bavail * disk.f_frsize)
 
     def drop(self, draft: _DraftFile) -> None:
         """Remove `draft`, unless it has become an entry."""

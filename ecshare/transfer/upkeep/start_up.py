@@ -52,8 +52,6 @@ class StartUp:
         self._client = client
         self._loop = loop
         self._watch: NamespaceWatch | None = None
-        self.is_watching = False
-        """True for an engine that only reads: its reads are reported to `compare_again`."""
         self._comparing: asyncio.Task[None] | None = None
         self._renewing: asyncio.Task[None] | None = None
 
@@ -100,7 +98,7 @@ class StartUp:
             # No time-out is needed: `compare` has its own, and never raises.
             self._block_on(watch.compare())
         if not write:
-            self._watch, self.is_watching = watch, True
+            self._watch = watch
             return
         self._block_on(self._start_renewal(Record(kind, namespace, facts, mark), at_once=serves))
         if self._config.folder:
@@ -109,7 +107,8 @@ class StartUp:
             start_unbound("ecshare-sweep", sweep, self._config.folder)
 
     def compare_again(self, *, is_hit: bool) -> None:
-        """Record a hit or a miss of a read; compare namespaces if that is due."""
+        """Record a hit or a miss of a read; compare namespaces if that is due. Do nothing for an
+        engine that also writes."""
         if self._watch is not None and self._watch.is_due(is_hit=is_hit):
             self._comparing = self._loop.create_task(self._watch.compare())
 

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that exits without `close` drops its pending jobs silently."""
 
-import gc
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 from ecshare.store.config import StoreConfig
-from ecshare.transfer.closing import stop_all
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Lookup, Outcome
 
@@ -40,17 +37,34 @@ def test_process_exits_silently_with_pending_jobs(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+LEFT_OPEN = """
+import atexit, sys, threading
+from ecshare.store.config import StoreConfig
+from ecshare.transfer.engine import TransferEngine
+
+def ours():
+    return sorted(t.name for t in threading.enumerate() if t.name.startswith("ecshare"))
+
+atexit.register(lambda: print(ours()))
+config = StoreConfig(url=sys.argv[1], host_cache_dir=sys.argv[2])
+left, closed = (TransferEngine(config, "options") for _ in range(2))
+closed.close()
+TransferEngine(config, "options")  # no reference to it is left
+print(ours())
+"""
+
+
 def test_engine_threads_stop_at_interpreter_exit(tmp_path: Path) -> None:
     """A daemon thread is stopped anywhere; inside C++ this would end the process by SIGABRT."""
+    script = [sys.executable, "-c", LEFT_OPEN, f"file://{tmp_path}/store", str(tmp_path / "host")]
+    ended = subprocess.run(script, capture_output=True, text=True, timeout=120, check=True)
+    running = 2 * ["ecshare-inbox"] + 2 * ["ecshare-io"]
+    assert ended.stdout == f"{running}\n[]\n"
+
+
+def test_stopped_engine_rejects_jobs(tmp_path: Path) -> None:
     config = StoreConfig(url=f"file://{tmp_path}/store", host_cache_dir=str(tmp_path / "host"))
-    others = set(threading.enumerate())
-    left, closed = (TransferEngine(config, "options") for _ in range(2))
-    closed.close()
-    TransferEngine(config, "options")  # nobody knows of it any more
-    gc.collect()
-    ours = set(threading.enumerate()) - others
-    assert sorted(each.name for each in ours) == 2 * ["ecshare-inbox"] + 2 * ["ecshare-io"]
-    stop_all()
-    assert not any(thread.is_alive() for thread in ours)
-    left.submit(Lookup((), 5.0))
-    assert [done.outcome for done in left.drain(10)] == [Outcome.REJECTED]
+    engine = TransferEngine(config, "options")
+    engine.stop()
+    engine.submit(Lookup((), 5.0))
+    assert [done.outcome for done in engine.drain(10)] == [Outcome.REJECTED]

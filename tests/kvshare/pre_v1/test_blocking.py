@@ -41,7 +41,6 @@ def test_closing_ends_the_calls_that_are_running(client: BlockingClient) -> None
 
     thread = call_in_thread(lambda: client.run(endless()), words)
     begun.wait()
-    client.run_in_background(endless())
     client.close()
     thread.join(10)
     assert words == ["the buffer is closed"]

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The buffers from before V1: on a folder, on S3, in one process and in many."""
 
-import asyncio
 import errno
 import json
 import os
@@ -9,7 +8,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,18 +17,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, StoreUnavailable
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec, seal
 from ecshare.store.keys import Key
-from ecshare.store.objects import Buffer, Memory, ObjectStore, Sink
+from ecshare.store.objects import Buffer, ObjectStore, Sink
 from ecshare.store.open import open_store
 from kvshare.pre_v1.buffers import KVLookupBuffer, KVStoreBuffer
 from kvshare.pre_v1.index import NAMES, EntryName
-from kvshare.pre_v1.take_once import TakeOnce
 from lab.servers.s3 import Rclone, SeaweedFS
 from tests.conftest import LOGS
-from tests.engines.chat import wait_until
 
 TOKENS = list(range(100, 140))
 INTEGRITY_KEY = "8f1c6e0b5a9d47233be1f0a47c5d9286e3b14f7a08c2d6599a61e7f4350bd8c2"
@@ -368,34 +363,30 @@ def test_lookup_buffer_refuses_a_folder_without_hard_links(
         KVLookupBuffer(folder)
 
 
-def entry_reads(store: Watched) -> tuple[list[str], list[str]]:
-    """Return two lists that collect the keys of entries read whole, and of entries read in part."""
-    whole, parts = list[str](), list[str]()
+def entry_reads(store: Watched) -> list[str]:
+    """Return a list that collects the keys of entries that are read."""
+    read = list[str]()
 
     def record(key: Key, sink: Sink) -> Sink:
         if store.is_entry(key):
-            (whole if isinstance(sink, Memory) else parts).append(key)
+            read.append(key)
         return sink
 
     store.sinks = record
-    return whole, parts
+    return read
 
 
-def test_longer_entries_are_ruled_out_by_reading_their_tokens(
-    opened: Open, options: dict[str, Any], watched: list[Watched]
+def test_longer_entries_that_do_not_match_are_not_taken(
+    opened: Open, options: dict[str, Any]
 ) -> None:
+    """Their names do not show whether they match."""
     buffer = opened(KVLookupBuffer, options)
-    for number in range(40):
+    for number in range(10):
         insert(buffer, [*TOKENS[:20], number, *TOKENS], float(number))
-    whole, parts = entry_reads(watched[0])
-    assert take(buffer, [*TOKENS[:20], 17, *TOKENS[:5]]) == 17.0
-    assert len(whole) == 1
-    assert len(set(parts)) == len(parts) <= 40
-    assert take(buffer, [*TOKENS[:20], 17]) is None
+    assert take(buffer, [*TOKENS[:20], 7, *TOKENS[:5]]) == 7.0
+    assert take(buffer, [*TOKENS[:20], 7]) is None
     assert take(buffer, TOKENS[1:4]) is None
-    assert len(whole) == 1
     assert take(buffer, TOKENS[:4]) is not None
-    assert len(whole) == 2
 
 
 def test_entries_with_other_first_tokens_are_not_read(
@@ -413,11 +404,11 @@ def test_entries_with_other_first_tokens_are_not_read(
         if EntryName.new(namespace, [number, *TOKENS]).key.split("/")[-2] == beside
     )
     insert(buffer, other, 1.0)
-    whole, parts = entry_reads(watched[0])
+    read = entry_reads(watched[0])
     assert take(buffer, TOKENS) is None
-    assert (whole, parts) == ([], [])
+    assert not read
     assert take(buffer, other) == 1.0
-    assert whole
+    assert read
 
 
 def spoil_entry(tmp_path: Path) -> Path:
@@ -577,7 +568,7 @@ def replace_entry(buffer: KVLookupBuffer, tmp_path: Path, spec: TensorSpec, payl
 def file(header: dict[str, Any] | bytes, payload: bytes = b"") -> bytes:
     """Return the bytes of an entry of the token 7 with this safetensors file."""
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<QqQ", 1, 7, len(raw)) + raw + payload
+    return struct.pack("<Q", len(raw)) + raw + payload
 
 
 def tensors_of(dtype: str, num_bytes: int, shape: list[int]) -> dict[str, Any]:
@@ -716,8 +707,8 @@ def test_killed_takers_take_nothing_twice_and_at_most_one_each(
     assert len(taken) >= 60 - 2 * len(doomed), "more entries were lost than were being taken"
 
 
-def test_leftovers_of_killed_takers_are_swept_after_an_hour(
-    opened: Open, folder: dict[str, Any], tmp_path: Path, watched: list[Watched]
+def test_entry_of_a_killed_taker_is_not_taken(
+    opened: Open, folder: dict[str, Any], watched: list[Watched]
 ) -> None:
     buffer = opened(KVLookupBuffer, folder)
     insert(buffer, TOKENS, 1.0)
@@ -731,28 +722,13 @@ def test_leftovers_of_killed_takers_are_swept_after_an_hour(
     with pytest.raises(RuntimeError, match="killed"):
         take(buffer, TOKENS)
     watched[0].before.clear()
-    assert take(buffer, TOKENS) == 2.0, "the killed taker's entry must not be taken"
+    assert take(buffer, TOKENS) == 2.0
     assert take(opened(KVLookupBuffer, folder), None) is None
-    wait_until(lambda: len(files(tmp_path)) == 3, "the entry, its marker and the other's marker")
-    age(tmp_path)
-    assert take(opened(KVLookupBuffer, folder), None) is None
-    wait_until(lambda: is_empty(tmp_path), "it was not swept")
 
 
 def files(tmp_path: Path) -> list[Path]:
     """Return the paths of all entries and markers."""
     return [*(tmp_path / "store").rglob("kv/2/*/*/*-*")]
-
-
-def is_empty(tmp_path: Path) -> bool:
-    """Return whether no object is left, not even one that a sweep made."""
-    return not [path for path in (tmp_path / "store").rglob("kv/2/*/*/*") if path.is_file()]
-
-
-def age(tmp_path: Path) -> None:
-    """Make all entries and markers more than an hour old."""
-    for path in files(tmp_path):
-        os.utime(path, (time.time() - 4000,) * 2)
 
 
 def test_entry_that_reappears_is_not_taken_again(
@@ -767,34 +743,6 @@ def test_entry_that_reappears_is_not_taken_again(
     path.write_bytes(body)
     assert take(buffer, TOKENS) is None
     assert take(opened(KVLookupBuffer, folder), None) is None
-    age(tmp_path)
-    assert take(opened(KVLookupBuffer, folder), None) is None
-    wait_until(lambda: is_empty(tmp_path), "it was not swept")
-
-
-def test_age_of_markers_is_measured_by_the_stores_clock(
-    opened: Open, folder: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    buffer = opened(KVLookupBuffer, folder)
-    insert(buffer, TOKENS)
-    (entry,) = files(tmp_path)
-    assert take(buffer, TOKENS) == 0.0
-    wait_until(lambda: len(files(tmp_path)) == 1, "the marker")
-    (marker,) = files(tmp_path)
-    now_s = time.time()
-    for wrong_s, num_left in ((86_400, 1), (-86_400, 0)):
-        with monkeypatch.context() as patch:
-            patch.setattr("time.time", lambda wrong_s=wrong_s: now_s + wrong_s)
-            asyncio.run(sweep(folder, entry, marker))
-        assert len(files(tmp_path)) == num_left
-        age(tmp_path)
-
-
-async def sweep(options: dict[str, Any], entry: Path, marker: Path) -> None:
-    """Sweep once, for the namespaces of this entry and this marker."""
-    store = open_store(StoreConfig(**options), "options")
-    await TakeOnce(store, entry.parent.parent.name, marker.parent.parent.name).sweep()
-    await store.close()
 
 
 @pytest.mark.parametrize("call", ["exists", "delete"])
@@ -816,24 +764,3 @@ def test_entry_is_taken_once_though_the_store_fails_meanwhile(
     watched[0].before.clear()
     assert calls
     assert (first, take(buffer, TOKENS)) == ((None, 1.0) if call == "exists" else (1.0, None))
-
-
-@pytest.mark.parametrize("reason", [StoreUnavailable, ValueError])
-def test_failed_sweep_is_logged_and_repeated(
-    opened: Open,
-    folder: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    reason: type[Exception],
-) -> None:
-    """For any exception the buffer stays usable."""
-
-    async def fail(_: object) -> None:
-        raise reason("for a moment")
-
-    monkeypatch.setattr("kvshare.pre_v1.take_once.SWEEP_S", 0.01)
-    monkeypatch.setattr("kvshare.pre_v1.take_once.TakeOnce.sweep", fail)
-    buffer = opened(KVLookupBuffer, folder)
-    wait_until(lambda: caplog.text.count("for a moment") > 1, "it was not logged")
-    insert(buffer, TOKENS, 1.0)
-    assert take(buffer, TOKENS) == 1.0

@@ -40,22 +40,6 @@ def test_later_requests_cause_a_new_query() -> None:
     assert (results.result(ONE, "early"), results.result(ONE, "late")) == (MISS, HIT)
 
 
-def test_timed_out_query_is_repeated_once_for_later_requests() -> None:
-    results = LookupResults()
-    results.result(ONE, "first")
-    assert results.take_queries() == [(ONE,)]
-    for name in ("second", "third"):
-        results.result(ONE, name)
-    assert results.take_queries() == []
-    results.timed_out(ONE)
-    assert results.result(ONE, "first") is MISS
-    assert results.result(ONE, "second") is results.result(ONE, "third") is RETRY
-    assert results.take_queries() == [(ONE,)]
-    results.timed_out(ONE)
-    assert results.result(ONE, "second") is results.result(ONE, "third") is MISS
-    assert results.take_queries() == []
-
-
 def test_lost_chunk_becomes_a_miss_for_all_current_requests() -> None:
     results = LookupResults()
     for request in "ab":

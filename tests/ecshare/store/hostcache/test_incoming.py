@@ -35,9 +35,7 @@ def incoming(cache: HostCache, key: Key = KEY, body: bytes = BODY) -> Draft:
 
 def names(cache: HostCache) -> list[str]:
     return sorted(
-        path.name
-        for path in cache.root.iterdir()
-        if path.name not in (".used", ".evicting", ".limits")
+        path.name for path in cache.root.iterdir() if path.name not in (".used", ".evicting")
     )
 
 

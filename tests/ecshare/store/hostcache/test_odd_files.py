@@ -46,7 +46,7 @@ def used_bytes(cache: HostCache) -> int:
 
 
 def names(cache: HostCache) -> set[str]:
-    kept = {".used", ".evicting", ".claims", ".limits"}
+    kept = {".used", ".evicting", ".claims"}
     return {path.name for path in cache.root.iterdir()} - kept
 
 
@@ -296,7 +296,7 @@ from ecshare.store.hostcache.cache import HostCache
 from ecshare.store.keys import Kind, object_key
 cache = HostCache(Path(sys.argv[1]) / "host", 1 << 40)
 cache._usage.limit_bytes = 1 << 40  # as if the disk had looked larger
-cache._floor_bytes = 0
+cache.floor_bytes = 0
 keys = [object_key(Kind.EC, "0" * 32, str(n)) for n in range(40)]
 for n, key in enumerate(keys):
     incoming = cache.receive(key, 1 << 30)
