@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ecshare.doctor.contents import contents, size
 from ecshare.doctor.findings import Finding, Level, printable
 from ecshare.doctor.store_check import advice, check_store, missing_folder
-from ecshare.doctor.targets import Conflict, Remark, Target
+from ecshare.doctor.targets import Remark, Target
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, StoreError
 from ecshare.store.hostcache.folder import default_root, fitting
@@ -68,7 +68,7 @@ async def examine(
 
 
 def _of_options(remark: Remark) -> Finding:
-    if isinstance(remark, Conflict):
+    if remark.is_problem:
         return Finding("options", Level.PROBLEM, printable(str(remark)))
     return Finding("options", Level.NOTE, printable(f"{remark}; not examined"))
 
