@@ -242,7 +242,10 @@ def nested(levels: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        ({"url": "/x", "storage_options": nested(600)}, ": nested more than 32 levels"),
+        (
+            {"url": "/x", "storage_options": nested(600)},
+            f".storage_options{'.x' * 32}: nested more than 32 levels",
+        ),
         ({"url": "/x\ud800"}, ".url: contains a lone surrogate"),
         ({"url": "/x", "storage_options": {"a": ["\ud800"]}}, ".storage_options.a[0]: contains a"),
         ({"url": "/x", "a\nb": 1}, ": 'a\\nb' is not a name of an option"),
