@@ -8,6 +8,7 @@ creates no folder. The contents of the store are not trusted: they are shown bou
 import asyncio
 import json
 import os
+import shutil
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -146,7 +147,7 @@ def _examine_host_cache(config: StoreConfig) -> Iterator[Finding]:
     try:
         _check_usable(root, existing)
         limit = size(fitting(existing, config.host_cache_bytes))
-        free = _free_bytes(existing)
+        free = shutil.disk_usage(existing).free
         used = sum(path.stat().st_size for path in root.glob("*") if path.is_file())
     except (ConfigError, OSError) as exc:
         yield Finding("host cache", Level.PROBLEM, printable(str(exc)))
@@ -171,8 +172,3 @@ def _check_usable(root: Path, existing: Path) -> None:
             f"host_cache_dir: {root} cannot be {'used' if existing == root else 'made'}; "
             "name a folder this user may write"
         )
-
-
-def _free_bytes(folder: Path) -> int:
-    disk = os.statvfs(folder)
-    return disk.f_bavail * disk.f_frsize
