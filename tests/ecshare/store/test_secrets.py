@@ -38,7 +38,7 @@ def test_secret_may_come_from_the_environment_or_a_file(
     options = config.storage_options
     assert (options["secret"], options["token"]) == ("hidden1", "hidden2")
     assert options["client_kwargs"]["headers"][0]["X-Key"] == "hidden1"
-    assert config.endpoint_url == "hidden1"
+    assert config.storage_options["endpoint_url"] == "hidden1"
     for text in (repr(config), str(config.for_log()), json.dumps(config.for_log())):
         assert "hidden" not in text
         assert "env:OURS" in text
