@@ -8,6 +8,7 @@ creates no folder. The contents of the store are not trusted: they are shown bou
 import asyncio
 import json
 import os
+import shutil
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import NamedTuple
 from ecshare.doctor.contents import contents, size
 from ecshare.doctor.findings import Finding, Level, printable
 from ecshare.doctor.store_check import advice, check_store, missing_folder
-from ecshare.doctor.targets import Conflict, Remark, Target
+from ecshare.doctor.targets import Remark, Target
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, StoreError
 from ecshare.store.hostcache.folder import default_root, fitting
@@ -68,7 +69,7 @@ async def examine(
 
 
 def _of_options(remark: Remark) -> Finding:
-    if isinstance(remark, Conflict):
+    if remark.is_problem:
         return Finding("options", Level.PROBLEM, printable(str(remark)))
     return Finding("options", Level.NOTE, printable(f"{remark}; not examined"))
 
@@ -146,7 +147,7 @@ def _examine_host_cache(config: StoreConfig) -> Iterator[Finding]:
     try:
         _check_usable(root, existing)
         limit = size(fitting(existing, config.host_cache_bytes))
-        free = _free_bytes(existing)
+        free = shutil.disk_usage(existing).free
         used = sum(path.stat().st_size for path in root.glob("*") if path.is_file())
     except (ConfigError, OSError) as exc:
         yield Finding("host cache", Level.PROBLEM, printable(str(exc)))
@@ -171,8 +172,3 @@ def _check_usable(root: Path, existing: Path) -> None:
             f"host_cache_dir: {root} cannot be {'used' if existing == root else 'made'}; "
             "name a folder this user may write"
         )
-
-
-def _free_bytes(folder: Path) -> int:
-    disk = os.statvfs(folder)
-    return disk.f_bavail * disk.f_frsize

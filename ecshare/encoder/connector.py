@@ -128,18 +128,6 @@ class ECShareConnector(ECConnectorBase):
         """Return True if the item need not be encoded: this host has verified and pinned it."""
         return self.scheduler.has(identifier)
 
-    def _has_no_caches(self, request: "Request") -> list[bool]:
-        return [False] * len(request.mm_features)
-
-    @guarded(list, _has_no_caches)
-    def has_caches(self, request: "Request") -> list[bool]:
-        """Answer the older interface: for each media item of `request`, what `has_cache_item` says.
-
-        Starts fetches for items not asked for yet; ask again for their answer.
-        """
-        self.scheduler.ready(request, 0)
-        return [self.scheduler.has(feature.identifier) for feature in request.mm_features]
-
     def _keep_promise(self, request: "Request", index: int) -> None:
         self.scheduler.keep_promise(request.mm_features[index].identifier)
 

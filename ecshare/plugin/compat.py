@@ -47,22 +47,6 @@ def is_named_by_request(feature: Any) -> bool:
     return re.search(rf"-{re.escape(feature.modality)}-[0-9]+$", feature.identifier) is not None
 
 
-def register_once(factory: Any, name: str, module_path: str) -> None:
-    """Register class `name` of `module_path` with a vLLM connector `factory`, unless done before.
-
-    In every release so far, factories refuse a second registration, and have no public way to find
-    out whether a name is registered.
-
-    Raises:
-        ValueError: the factory refuses for another reason.
-    """
-    try:
-        factory.register_connector(name, module_path, name)
-    except ValueError as exc:
-        if "already registered" not in str(exc):
-            raise
-
-
 def option(config: Any, name: str) -> Any:
     """Return the field `name` of a vLLM config object.
 

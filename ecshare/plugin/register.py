@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `vllm.general_plugins` entry point: registers the connectors by their short names."""
 
-from ecshare.plugin.compat import register_once
-
 
 def register() -> None:
     """Register `ECShareConnector` and `KVShareConnector` with vLLM's factories.
@@ -14,5 +12,13 @@ def register() -> None:
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    register_once(ECConnectorFactory, "ECShareConnector", "ecshare.connector")
-    register_once(KVConnectorFactory, "KVShareConnector", "kvshare.connector")
+    for factory, name, module in (
+        (ECConnectorFactory, "ECShareConnector", "ecshare.connector"),
+        (KVConnectorFactory, "KVShareConnector", "kvshare.connector"),
+    ):
+        try:
+            factory.register_connector(name, module, name)
+        except ValueError as exc:
+            # vLLM has no public way to find out whether a name is registered.
+            if "already registered" not in str(exc):
+                raise

@@ -12,6 +12,7 @@ from ecshare.store.keys import Key
 from ecshare.transfer.device.devices import device_selector
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.packing import Packing
+from ecshare.transfer.upkeep.renewal import Record
 
 
 def start_with_namespace(
@@ -33,13 +34,9 @@ def start_with_namespace(
     """
     with _opened(config, path) as engine:
         namespace = namespace_of(engine.integrity)
-        engine.start_up(
-            namespace.kind,
-            namespace.digest,
-            namespace.facts,
-            write=write,
-            mark=mark_of(namespace),
-        )
+        mark = mark_of(namespace)
+        record = Record(namespace.kind, namespace.digest, namespace.facts, mark)
+        engine.start_up(record, write=write)
     return engine, namespace
 
 

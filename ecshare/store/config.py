@@ -113,11 +113,6 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """Return the seconds for which a caller waits for a few operations on the store."""
         return 6 * self.io_timeout_s
 
-    @property
-    def endpoint_url(self) -> str:
-        """Return the endpoint from the options or the environment; "": the client's default."""
-        return S3.written(self.storage_options).get("endpoint") or s3_endpoint()
-
     def store_id(self) -> str:
         """Return 16 hex digits that identify the store by url and endpoint, without credentials.
 
@@ -131,7 +126,8 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             return _digest(f"{endpoint}\n{name}\n{place}")
         if cloud is GCS:
             return _digest(f"{gcs_endpoint(self.storage_options)}\n{place}")
-        return _digest(f"{self.endpoint_url}\n{place}")
+        endpoint = S3.written(self.storage_options).get("endpoint") or s3_endpoint()
+        return _digest(f"{endpoint}\n{place}")
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}={value!r}" for name, value in self.for_log().items())

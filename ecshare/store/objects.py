@@ -51,11 +51,6 @@ class ByteRange(Struct, frozen=True):
     start: int
     stop: int
 
-    @property
-    def num_bytes(self) -> int:
-        """Return the size of the range."""
-        return self.stop - self.start
-
 
 class Sink(Protocol):
     """The target of `get` for the bytes of one object. Any threads may write."""

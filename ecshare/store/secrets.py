@@ -25,6 +25,7 @@ _NAME = re.compile(
     r"|bearer|signature|headers?$|private|service_account$|conn(?:ection)?_?str|(?:^|[_-])(?:dsn|sig|conn)$",
     re.IGNORECASE,
 )
+_SURROGATE = re.compile("[\ud800-\udfff]")
 # Names that match _NAME, but belong to no secret: the file that holds one, or how it is used.
 _NO_SECRET = re.compile(r"(?:_file|_filename|_path|_version|_algorithm)$", re.IGNORECASE)
 # The public half of a pair; the other half is the secret.
@@ -75,21 +76,16 @@ def masked(options: Mapping[str, Any]) -> dict[str, Any]:
     A value is a secret if its name says so. A value that was read from a reference is shown as the
     reference, e.g. `env:NAME`.
     """
-    return {str(name): _masked(str(name), value, False, 0) for name, value in options.items()}
+    return {str(name): _masked(str(name), value, False) for name, value in options.items()}
 
 
-def _masked(name: str, value: Any, is_inside: bool, depth: int) -> Any:
+def _masked(name: str, value: Any, is_inside: bool) -> Any:
     """Mask one value; see `masked`. `is_inside`: an option around it has the name of a secret."""
     is_inside = is_inside or _is_secret_name(name)
-    if depth > _MOST_LEVELS:
-        return HIDDEN
     if isinstance(value, Mapping):
-        return {
-            str(inner): _masked(str(inner), each, is_inside, depth + 1)
-            for inner, each in value.items()
-        }
+        return {str(inner): _masked(str(inner), each, is_inside) for inner, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_masked(name, each, is_inside, depth + 1) for each in value]
+        return [_masked(name, each, is_inside) for each in value]
     if isinstance(value, Secret):
         return value.source
     if value is None or value == "" or isinstance(value, bool):
@@ -185,42 +181,24 @@ def referenced(reference: str, option: str) -> bytes:
         ) from exc
 
 
-def check_levels(options: Any, path: str) -> None:
-    """Check that `options` can be shown and encoded.
+def check_levels(options: Any, path: str, depth: int = 0) -> None:
+    """Check that `options`, `depth` levels below the outermost ones, can be shown and encoded.
 
     Raises:
         ConfigError: they are nested too deeply, or contain a lone surrogate or an unprintable name.
     """
-    level: list[tuple[str, Any]] = [(path, options)]
-    for _ in range(_MOST_LEVELS):
-        below: list[tuple[str, Any]] = []
-        for where, value in level:
-            _check_text(value, where)
-            below += _inside(value, where)
-        level = below
-    if level:
+    if depth > _MOST_LEVELS:
         raise ConfigError(f"{path}: nested more than {_MOST_LEVELS} levels deep")
-
-
-def _inside(value: Any, where: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            _check_text(name, where)
+    if isinstance(options, str) and _SURROGATE.search(options):
+        raise ConfigError(f"{path}: contains a lone surrogate, which is not a character")
+    if isinstance(options, Mapping):
+        for name, inner in options.items():
             if not str(name).isprintable():
-                raise ConfigError(f"{where}: {ascii(name)[:80]} is not a name of an option")
-            yield f"{where}.{name}", inner
-    elif isinstance(value, list | tuple):
-        yield from ((f"{where}[{n}]", inner) for n, inner in enumerate(value))
-
-
-def _check_text(value: Any, where: str) -> None:
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise ConfigError(
-                f"{where}: contains a lone surrogate, which is not a character"
-            ) from None
+                raise ConfigError(f"{path}: {ascii(name)[:80]} is not a name of an option")
+            check_levels(inner, f"{path}.{name}", depth + 1)
+    elif isinstance(options, list | tuple):
+        for n, inner in enumerate(options):
+            check_levels(inner, f"{path}[{n}]", depth + 1)
 
 
 def secret_values(options: Mapping[str, Any]) -> set[str]:
@@ -256,8 +234,6 @@ _EXPOSED = "a secret is written into the configuration, which vLLM logs and the 
 
 def _leaves(value: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield each text below `value`, with the names that lead to it."""
-    if len(names) > _MOST_LEVELS:
-        return
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _leaves(inner, (*names, str(name)))

@@ -20,7 +20,7 @@ import atexit
 import logging
 import queue
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -30,7 +30,7 @@ from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ObjectCorrupt, ObjectGivenUp, ObjectMissing, StoreError
 from ecshare.store.hostcache.cache import HostCache, open_host_cache
 from ecshare.store.integrity import Integrity, open_integrity
-from ecshare.store.keys import Key, Kind
+from ecshare.store.keys import Key
 from ecshare.store.objects import ObjectStore
 from ecshare.store.open import open_store
 from ecshare.transfer.announced.absence_notes import AbsenceNotes
@@ -60,6 +60,7 @@ from ecshare.transfer.packing import Packing
 from ecshare.transfer.pools import Pools
 from ecshare.transfer.save import Saver
 from ecshare.transfer.stats import Stats
+from ecshare.transfer.upkeep.renewal import Record
 from ecshare.transfer.upkeep.start_up import StartUp
 
 logger = logging.getLogger(__name__)
@@ -142,25 +143,15 @@ class TransferEngine:
         """
         return self._start.probe(write=write)
 
-    def start_up(
-        self,
-        kind: Kind,
-        namespace: str,
-        facts: Mapping[str, Any],
-        *,
-        write: bool,
-        mark: Key | None = None,
-    ) -> None:
-        """Do what `probe` does, and log how `facts` differ from those of other engines.
+    def start_up(self, record: Record, *, write: bool) -> None:
+        """Do what `probe` does, and log how the facts of `record` differ from those of others.
 
-        A writer also stores them as the manifest of its namespace, and a small object under
-        the key `mark`, if given, of which only the existence matters. It writes both again every
-        few hours.
+        A writer also stores the record, and writes it again every few hours.
 
         Raises:
             ConfigError: as `probe`.
         """
-        self._start.begin(kind, namespace, facts, write=write, mark=mark)
+        self._start.begin(record, write=write)
 
     @property
     def open_breakers(self) -> frozenset[str]:

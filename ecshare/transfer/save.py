@@ -4,6 +4,7 @@
 import asyncio
 import time
 from concurrent.futures import Executor
+from contextlib import closing
 
 from ecshare.store.errors import ObjectMissing
 from ecshare.store.format import seal
@@ -99,12 +100,14 @@ class Saver:
             entry = self._host.open(job.key)
             if entry is None:
                 raise ObjectMissing(job.key)
-            with entry:
+            with closing(entry):
                 claim = self._host.claim(job.key, _STORING)
                 if claim is None:
                     return False, ()  # another process of this host is storing it
-                with claim:
+                try:
                     return await self._store_again(job.key, entry)
+                finally:
+                    claim.release()
 
     async def _store_again(self, key: Key, entry: Entry) -> tuple[bool, tuple[Moved, ...]]:
         started_s, body = time.monotonic(), entry.body

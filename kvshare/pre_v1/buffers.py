@@ -26,7 +26,6 @@ from ecshare.store.integrity import open_integrity
 from ecshare.store.keys import Key, Kind, namespace_digest, object_key
 from ecshare.store.objects import ObjectStore, probe, read
 from ecshare.store.open import open_store
-from ecshare.store.recent import Recent
 from ecshare.transfer.device.staging import as_tensor, dtype_name
 from ecshare.transfer.jobs import MAX_OBJECT_BYTES
 from kvshare.config import KVConfig
@@ -37,7 +36,6 @@ from kvshare.pre_v1.take_once import TakeOnce
 logger = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 8
-_MAX_REMEMBERED_DAMAGED = 10_000
 
 
 class KVCacheBufferBase(ABC):
@@ -231,7 +229,6 @@ class KVLookupBuffer(_Buffer, KVLookupBufferBase):
         super()._start(path)
         markers = namespace_digest({**self._facts, "what": "taken"})
         self._take_once = TakeOnce(self._store, self._namespace, markers)
-        self._damaged: Recent[str, None] = Recent(_MAX_REMEMBERED_DAMAGED)
         self._client.start(self._take_once.check(path), f"{path}.url")
 
     def insert(
@@ -290,7 +287,7 @@ class KVLookupBuffer(_Buffer, KVLookupBufferBase):
     async def _take(self, wanted: tuple[int, ...] | None) -> list[Tensor] | None:
         async with aclosing(matches(self._store, self._namespace, wanted)) as entries:  # type: ignore[type-var]
             async for entry in entries:
-                tensors = await self._read_untaken(entry.key)
+                tensors = await self._read(entry.key)
                 if (
                     tensors
                     and entry.covers(tensors, wanted)
@@ -299,33 +296,18 @@ class KVLookupBuffer(_Buffer, KVLookupBufferBase):
                     return tensors
         return None
 
-    async def _read_untaken(self, key: Key) -> list[Tensor] | None:
-        """Return an entry's tensors. None: it is taken, or was found damaged.
+    async def _read(self, key: Key) -> list[Tensor] | None:
+        """Return an entry's tensors. None: it is gone, or was found damaged.
 
         A damaged entry stays in the store, because the damage may concern only this host's reads.
-        This process does not read it again.
         """
-        if key in self._damaged or await self._take_once.is_taken(key):
-            return None
         try:
-            return await self._read(key)
+            return unpack(await self._read_tensor(key))
         except ObjectMissing:
             return None
         except ObjectCorrupt as exc:
             self._count_failure("corrupt", exc)
-            self._damaged[key] = None
             return None
-
-    async def _read(self, key: Key) -> list[Tensor]:
-        """Return an entry's tensors.
-
-        Raises:
-            ObjectCorrupt: it was damaged in two reads; damage in one may have happened in transit.
-        """
-        try:
-            return unpack(await self._read_tensor(key))
-        except ObjectCorrupt:
-            return unpack(await self._read_tensor(key))
 
 
 class _TooLarge(StoreError):

@@ -133,39 +133,50 @@ class KVShareLegacyConnector(KVConnectorBase):
     def recv_kv_caches_and_hidden_states(
         self, model_executable: torch.nn.Module, model_input: Any, kv_caches: list[Tensor]
     ) -> tuple[States | None, bool, Any]:
-        """Fill the caches with the KV of the batch's prompts, if all of them are stored.
+        """Fill the caches with what is stored of the batch's prompts.
 
-        Returns (states, True, model_input) if the whole batch was received on all ranks: the states
-        of all its tokens, as sent. Otherwise returns (None, False, model_input): run the model,
-        which overwrites what was received.
+        Returns (states, True, model_input) if the whole batch was received: the states of all its
+        tokens, as sent. Otherwise returns (None, False, adjusted): run the model on `adjusted`,
+        which omits the tokens whose KV is now in the caches; at least one of each sequence remains.
+        It omits nothing if the states of such tokens are needed.
         """
         del model_executable
         batch = Batch(model_input)
-        if not self._receives or not batch.holds_whole_prompts:
+        if not self._receives or not batch.prompts:
             return None, False, model_input
         received = [self._receive(batch, prompt, kv_caches) for prompt in batch.prompts]
-        states = [each for each in received if each is not None]
-        # All ranks ask, because they must agree whether to run the model.
-        if not _is_so_on_all_ranks(len(states) == len(received) and _can_be_joined(states)):
+        counts, states = [count for count, _ in received], [state for _, state in received]
+        if not _can_be_joined(states):
+            counts = batch.leaving_one_token(counts)  # the same on all ranks
+        counts = _minimum_over_ranks(counts)
+        if batch.is_prefill_only and counts == [prompt.num_tokens for prompt in batch.prompts]:
+            return _joined(states), True, model_input
+        computed = batch.leaving_one_token(counts)
+        if not any(computed):
             return None, False, model_input
-        return _joined(states), True, model_input
+        return None, False, batch.without_computed(computed, kv_caches[0].shape[2])
 
-    def _receive(self, batch: Batch, prompt: Prompt, kv_caches: list[Tensor]) -> States | None:
-        """Receive one prompt, and return its states. None: not all of it was received."""
+    def _receive(
+        self, batch: Batch, prompt: Prompt, kv_caches: list[Tensor]
+    ) -> tuple[int, States | None]:
+        """Receive one prompt; return the number of its first tokens received, and their states."""
+        if not prompt.is_whole:
+            return 0, None
         tokens = batch.tokens[prompt.start : prompt.end]
         roi = torch.ones_like(tokens, dtype=torch.bool)
         _, found_roi, keys, values, packed = self._buffer.drop_select(tokens, roi)
         if found_roi is None or keys is None or values is None or packed is None:
             self.counters["prompts/missing"] += 1
-            return None
-        states = unpacked_states(packed, prompt.num_tokens, batch.tokens.device)
-        slots = batch.slots[prompt.start : prompt.end]
-        fits = len(found_roi) >= prompt.num_tokens and bool(found_roi.bool().all())
-        if not fits or states is None or not write_slots(kv_caches, slots, keys, values):
+            return 0, None
+        count = min(len(found_roi), prompt.num_tokens)
+        states = unpacked_states(packed, count, batch.tokens.device)
+        slots = batch.slots[prompt.start : prompt.start + count]
+        fits = states is not None and bool(found_roi.bool().all())
+        if not fits or not write_slots(kv_caches, slots, keys, values):
             self.counters["prompts/unfit"] += 1
-            return None
+            return 0, None
         self.counters["prompts/received"] += 1
-        return states
+        return count, states
 
 
 def _read_slots(kv_caches: list[Tensor], slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -213,20 +224,20 @@ def unpacked_states(packed: Tensor, count: int, device: torch.device) -> States 
     return IntermediateTensors({name: each[:count].to(device) for name, each in named.items()})
 
 
-def _can_be_joined(states: list[States]) -> bool:
-    """Return whether all states have one form."""
+def _can_be_joined(states: list[States | None]) -> bool:
+    """Return whether no states are missing and all have one form."""
     forms = [_form(each) for each in states]
-    return all(form == forms[0] for form in forms)
+    return forms[0] is not None and all(form == forms[0] for form in forms)
 
 
-def _form(states: States) -> object:
+def _form(states: States | None) -> object:
     """Return a value that is equal for the states of two prompts if they come from one model."""
-    if isinstance(states, Tensor):
-        return states.dtype, states.shape[1:]
+    if states is None or isinstance(states, Tensor):
+        return None if states is None else (states.dtype, states.shape[1:])
     return {name: _form(each) for name, each in states.tensors.items()}
 
 
-def _joined(states: list[States]) -> States:
+def _joined(states: list[States | None]) -> States:
     """Return the states of the whole batch."""
     if isinstance(states[0], Tensor):
         return torch.cat([each for each in states if isinstance(each, Tensor)])
@@ -237,16 +248,16 @@ def _joined(states: list[States]) -> States:
     )
 
 
-def _is_so_on_all_ranks(is_so: bool) -> bool:
-    """Return whether `is_so` is True on every rank. All ranks must call this."""
+def _minimum_over_ranks(counts: list[int]) -> list[int]:
+    """Return the minima over all ranks, which must run the model on the same tokens."""
     from vllm.distributed import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():  # type: ignore[no-untyped-call]
-        return is_so
-    shared = torch.tensor(is_so, dtype=torch.int64)
+        return counts
+    shared = torch.tensor(counts)
     for group in (parallel_state.get_tp_group(), parallel_state.get_pp_group()):
         if group.world_size > 1:
             torch.distributed.all_reduce(
                 shared, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group
             )
-    return bool(shared)
+    return [int(count) for count in shared]

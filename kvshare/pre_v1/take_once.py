@@ -54,11 +54,6 @@ class TakeOnce:
         finally:
             await self._store.delete([key])
 
-    async def is_taken(self, key: Key) -> bool:
-        """Return whether the object has a marker, so that reading it is useless. Only a hint."""
-        (is_marked,) = await self._store.exists([self._marker(key)])
-        return is_marked
-
     async def take(self, key: Key) -> bool:
         """Remove the object under `key`; return whether this call, and no other anywhere, took it.
 

@@ -16,6 +16,7 @@ from ecshare.store.keys import Key, Kind, namespace_digest
 from ecshare.transfer.device.staging import Staging
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Put
+from ecshare.transfer.upkeep.renewal import Record
 
 Doctor = Callable[..., tuple[int, str]]
 
@@ -54,7 +55,7 @@ def start(
         url=url or f"{tmp_path}/store", host_cache_dir=f"{tmp_path}/other", **options
     )
     engine = TransferEngine(config, "options")
-    engine.start_up(kind, namespace_digest(facts), facts, write=True)
+    engine.start_up(Record(kind, namespace_digest(facts), facts), write=True)
     staging = Staging(torch.device("cpu"), 1 << 20)
     for key in keys:
         slab = staging.reserve(TensorSpec("U8", (1000,), {}))

@@ -26,6 +26,7 @@ from ecshare.store.keys import Key, Kind, namespace_digest, object_key
 from ecshare.transfer.device.staging import Staging
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Fetch, Job, Lookup, Outcome, Put, StoredObject
+from ecshare.transfer.upkeep.renewal import Record
 from tests.bad_s3.faults import LIES, modes
 from tests.bad_s3.server import BUCKET, BadS3, Stored, bad_s3
 from tests.engines.chat import wait_until
@@ -116,7 +117,7 @@ class World:
 
         def has_started() -> bool:
             with contextlib.suppress(ConfigError):
-                engine.start_up(Kind.EC, NAMESPACE, FACTS, write=True)
+                engine.start_up(Record(Kind.EC, NAMESPACE, FACTS), write=True)
                 return True
             return False
 
@@ -238,7 +239,7 @@ def check_start(at: World, mode: str) -> None:
     at.server.faults, said = modes(mode), PATH
     with at.engine() as engine:
         try:
-            engine.start_up(Kind.EC, NAMESPACE, FACTS, write=True)
+            engine.start_up(Record(Kind.EC, NAMESPACE, FACTS), write=True)
         except ConfigError as exc:
             said = str(exc)
     assert PATH in said

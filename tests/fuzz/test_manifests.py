@@ -23,6 +23,7 @@ from ecshare.store.objects import ObjectStore
 from ecshare.store.open import open_store
 from ecshare.transfer.client.store_client import StoreClient
 from ecshare.transfer.upkeep.namespaces import NamespaceWatch
+from ecshare.transfer.upkeep.renewal import Record
 from tests.fuzz.running import fuzzed
 from tests.fuzz.values import ODD_TEXT, mutated, values, written
 
@@ -117,7 +118,7 @@ def new_store() -> ObjectStore:
 async def compare(store: ObjectStore) -> None:
     for found in await list_manifests(store, Kind.EC):
         assert namespace_digest(found.facts) == found.namespace
-    await NamespaceWatch(StoreClient(store, 10), Kind.EC, OURS, FACTS).compare()
+    await NamespaceWatch(StoreClient(store, 10), Record(Kind.EC, OURS, FACTS)).compare()
 
 
 async def examine(store: ObjectStore) -> None:

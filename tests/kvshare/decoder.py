@@ -84,15 +84,17 @@ def batch(
     *sequences: Sequence[int],
     computed: Sequence[int] = (),
     num_decodes: int = 0,
+    first: int = 0,
+    every: bool = False,
 ) -> ModelInput:
     """Return the input that computes the tokens of `sequences` behind the first `computed` ones.
 
-    Each sequence has 32 slots of its own, in an order of its own. The last `num_decodes` are
-    decodes.
+    Each sequence has 32 slots of its own, in an order of its own, from sequence number `first` on.
+    The last `num_decodes` are decodes. `every`: the states of all tokens are asked for.
     """
     computed = list(computed) or [0] * len(sequences)
     tables, rows = [], []
-    for number, sequence in enumerate(sequences):
+    for number, sequence in enumerate(sequences, first):
         blocks = torch.randperm(8, generator=torch.Generator().manual_seed(number)) + 8 * number
         slots = (blocks[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
         tables.append(slots[: len(sequence)])
@@ -104,11 +106,22 @@ def batch(
         slot_mapping=torch.cat([table[before:] for _, before, table in parts]),
         num_prefill_tokens=sum(lengths[: len(lengths) - num_decodes]),
         query_start_loc=torch.tensor([0, *lengths]).cumsum(0),
+        context_lens_tensor=torch.tensor(computed),
+        max_query_len=max(lengths),
         # As vLLM: none for prompts that begin, unless there are others in the batch.
         block_tables=torch.stack(rows) if any(computed) else torch.empty(len(rows), 0).int(),
+        _cached_prefill_metadata="of the prompts",
+        _cached_decode_metadata="of the decodes",
     )
     ends = torch.tensor(lengths).cumsum(0)
-    sampling = SimpleNamespace(selected_token_indices=ends - 1)
+    groups = [
+        SimpleNamespace(query_len=None if number >= len(lengths) - num_decodes else length)
+        for number, length in enumerate(lengths)
+    ]
+    sampling = SimpleNamespace(
+        selected_token_indices=torch.arange(int(ends[-1])) if every else ends - 1,
+        seq_groups=groups,
+    )
     return ModelInput(
         query_lens=lengths,
         sampling_metadata=sampling,

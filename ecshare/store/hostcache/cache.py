@@ -22,8 +22,6 @@ import stat
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, ObjectCorrupt
@@ -111,17 +109,6 @@ class Entry:
             self._body.release()
             if self._map is not None:
                 self._map.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:

@@ -14,8 +14,6 @@ import struct
 import threading
 from collections.abc import Callable
 from functools import partial
-from types import TracebackType
-from typing import Self
 
 _FLOCK = struct.Struct("hhqqi4x")  # on 64-bit Linux: type, whence, start, length, pid
 _TAKEN = {errno.EAGAIN, errno.EACCES}
@@ -85,17 +83,6 @@ class Claim:
         unlock, self._unlock = self._unlock, None
         if unlock is not None:
             unlock()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
 
     def __del__(self) -> None:
         self.release()

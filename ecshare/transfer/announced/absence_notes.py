@@ -3,6 +3,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 
 from ecshare.store.errors import ObjectCorrupt, StoreError
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec, seal, unseal
@@ -68,7 +69,7 @@ class AbsenceNotes:
         entry = self._host.open(name) if self._host.has(name) else None
         if entry is None:
             return False
-        with entry:
+        with closing(entry):
             return self._is_valid(name, entry.body)
 
     async def is_in_store(self, key: Key, deadline_s: float) -> bool:

@@ -2,8 +2,6 @@
 """Logs the facts in which an engine's namespace differs from others: why it finds nothing."""
 
 import logging
-from collections.abc import Mapping
-from typing import Any
 
 from ecshare.store.errors import StoreError
 from ecshare.store.keys import Kind
@@ -11,6 +9,7 @@ from ecshare.store.manifest import Manifest, differences, list_manifests, neares
 from ecshare.store.objects import ObjectStore
 from ecshare.transfer.client.priority import Priority
 from ecshare.transfer.client.store_client import StoreClient
+from ecshare.transfer.upkeep.renewal import Record
 
 logger = logging.getLogger(__name__)
 
@@ -27,13 +26,9 @@ class NamespaceWatch:
     that stores may have started later. Ownership: the I/O thread.
     """
 
-    def __init__(
-        self, client: StoreClient, kind: Kind, namespace: str, facts: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, client: StoreClient, own: Record) -> None:
         self._client = client
-        self._kind = kind
-        self._namespace = namespace
-        self._facts = facts
+        self._own = own
         self._num_misses = 0
         self._next_due = 1
         self._last_sentence = ""
@@ -57,20 +52,22 @@ class NamespaceWatch:
             logger.debug("cannot compare namespaces: %s", exc)
 
     async def _ask(self, store: ObjectStore) -> tuple[bool, list[Manifest]]:
-        others = await list_manifests(store, self._kind)
-        if any(manifest.namespace == self._namespace for manifest in others):
+        others = await list_manifests(store, self._own.kind)
+        if any(manifest.namespace == self._own.namespace for manifest in others):
             return True, others
         try:
             # If there are very many manifests, only the youngest are listed.
-            return await read_manifest(store, self._kind, self._namespace) is not None, others
+            return await read_manifest(
+                store, self._own.kind, self._own.namespace
+            ) is not None, others
         except ValueError:  # damaged
             return False, others
 
     def _log(self, others: list[Manifest], *, is_known: bool) -> None:
-        other = nearest(self._facts, others)
+        other = nearest(self._own.facts, others)
         if other is None:
             return
-        lines = differences(self._facts, other.facts)
+        lines = differences(self._own.facts, other.facts)
         fields = {line.partition(":")[0] for line in lines}
         # Two models in one bucket are no mistake.
         is_mistake = not is_known and not {"model", "weights"} <= fields
@@ -80,13 +77,13 @@ class NamespaceWatch:
         self._last_sentence = sentence
 
     def _sentence(self, *, is_known: bool, lines: list[str]) -> str:
-        what = _WHAT[self._kind]
+        what = _WHAT[self._own.kind]
         if is_known:
-            sentence = f"{what} are shared in namespace {self._namespace}"
+            sentence = f"{what} are shared in namespace {self._own.namespace}"
         else:
             sentence = (
                 # A manifest is renewed while engines store, and may expire when none does.
-                f"no engine has stored {what} in this engine's namespace {self._namespace}, at "
+                f"no engine has stored {what} in this engine's namespace {self._own.namespace}, at "
                 "least not lately; this engine does not find what others store in other namespaces"
             )
         more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []

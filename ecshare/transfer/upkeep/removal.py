@@ -44,23 +44,19 @@ class DeletionBudget:
         self._clock_s = clock_s
         self._found: deque[tuple[float, str]] = deque(maxlen=_MANY)
         self._removed_s: deque[float] = deque(maxlen=_MOST_AN_HOUR)
-        self._is_paused = False
-
-    @property
-    def is_paused(self) -> bool:
-        """Return whether so many objects are damaged that none may be removed."""
-        return self._is_paused
+        self.is_paused = False
+        """True while so many objects are damaged that none may be removed."""
 
     def found(self, key: str) -> None:
         """Record that the object under `key` was found damaged."""
         now_s = self._clock_s()
-        self._is_paused = self._is_paused and now_s - self._found[-1][0] < _MANY_WITHIN_S
+        self.is_paused = self.is_paused and now_s - self._found[-1][0] < _MANY_WITHIN_S
         others = [each for each in self._found if each[1] != key]
         self._found = deque([*others, (now_s, key)], maxlen=_MANY)
-        if self._is_paused or len(self._found) < _MANY:
+        if self.is_paused or len(self._found) < _MANY:
             return
         if now_s - self._found[0][0] < _MANY_WITHIN_S:
-            self._is_paused = True
+            self.is_paused = True
             logger.warning(
                 "store: %d objects were found damaged within a minute, so the damage may happen on "
                 "the way to this host. Damaged objects count as missing, and none is removed until "
@@ -71,7 +67,7 @@ class DeletionBudget:
 
     def denial_reason(self) -> str | None:
         """Return why no object may be removed now; None: one may be."""
-        if self._is_paused:
+        if self.is_paused:
             return "many objects were found damaged at the same time"
         if len(self._removed_s) < _MOST_AN_HOUR:
             return None

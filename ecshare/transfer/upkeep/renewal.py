@@ -28,12 +28,13 @@ RETRY_S = 600.0
 
 
 class Record(Struct, frozen=True):
-    """The manifest and the mark that a writer stores beside its objects."""
+    """A namespace and its facts: the manifest and the mark that its writers store."""
 
     kind: Kind
     namespace: str
     facts: Mapping[str, Any]
-    mark: Key | None
+    mark: Key | None = None
+    """The key of a small object of which only the existence matters; None: it needs none."""
 
     @property
     def name(self) -> str:

@@ -4,7 +4,7 @@
 import asyncio
 import logging
 import random
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -12,7 +12,6 @@ from ecshare.store.cloud.s3_region import wrong_region
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, StoreBusy, StoreError
 from ecshare.store.folder.temp_files import sweep
-from ecshare.store.keys import Key, Kind
 from ecshare.store.objects import ObjectStore, probe
 from ecshare.store.secrets import masked_url
 from ecshare.transfer.client.store_client import StoreClient
@@ -80,27 +79,19 @@ class StartUp:
             )
         return not reason
 
-    def begin(
-        self,
-        kind: Kind,
-        namespace: str,
-        facts: Mapping[str, Any],
-        *,
-        write: bool,
-        mark: Key | None = None,
-    ) -> None:
+    def begin(self, record: Record, *, write: bool) -> None:
         """See `TransferEngine.start_up`."""
         for warning in self._config.warnings(self._path):
             logger.warning("%s", warning)
         serves = self.probe(write=write)
-        watch = NamespaceWatch(self._client, kind, namespace, facts)
+        watch = NamespaceWatch(self._client, record)
         if serves:
             # No time-out is needed: `compare` has its own, and never raises.
             self._block_on(watch.compare())
         if not write:
             self._watch = watch
             return
-        self._block_on(self._start_renewal(Record(kind, namespace, facts, mark), at_once=serves))
+        self._block_on(self._start_renewal(record, at_once=serves))
         if self._config.folder:
             # A sweep may take long, and no request waits for it. If the process ends first, a later
             # start does the rest.

@@ -14,7 +14,6 @@ from vllm.engine.arg_utils import EngineArgs
 from ecshare.connector import ECShareConnector
 from ecshare.plugin.register import register
 from ecshare.store.errors import ConfigError
-from tests.ecshare.encoder.scheduler.test_scheduler import feature, key_of, request, until_ready
 
 
 @pytest.fixture(scope="module")
@@ -48,21 +47,6 @@ def test_scheduler_process_creates_no_worker_half(vllm_config: VllmConfig, tmp_p
         vllm_config, {"url": str(tmp_path / "store"), "host_cache_dir": str(tmp_path / "host")}
     )
     assert not hasattr(connector, "worker")
-    connector.shutdown()
-
-
-def test_has_caches_answers_for_each_item_of_a_request(
-    vllm_config: VllmConfig, tmp_path: Path
-) -> None:
-    options = {"url": str(tmp_path / "store"), "host_cache_dir": str(tmp_path / "host")}
-    connector = connect(vllm_config, options)
-    asked = request(feature("stored"), feature("absent", offset=40))
-    path = tmp_path / "store" / key_of(vllm_config, "stored")
-    path.parent.mkdir(parents=True)
-    path.write_bytes(b"a producer checks existence, not content")
-    assert connector.has_caches(asked) == [False, False]
-    assert until_ready(connector.scheduler, asked)
-    assert connector.has_caches(asked) == [True, False]
     connector.shutdown()
 
 

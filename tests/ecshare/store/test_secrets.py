@@ -38,7 +38,7 @@ def test_secret_may_come_from_the_environment_or_a_file(
     options = config.storage_options
     assert (options["secret"], options["token"]) == ("hidden1", "hidden2")
     assert options["client_kwargs"]["headers"][0]["X-Key"] == "hidden1"
-    assert config.endpoint_url == "hidden1"
+    assert config.storage_options["endpoint_url"] == "hidden1"
     for text in (repr(config), str(config.for_log()), json.dumps(config.for_log())):
         assert "hidden" not in text
         assert "env:OURS" in text
@@ -242,7 +242,10 @@ def nested(levels: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        ({"url": "/x", "storage_options": nested(600)}, ": nested more than 32 levels"),
+        (
+            {"url": "/x", "storage_options": nested(600)},
+            f".storage_options{'.x' * 32}: nested more than 32 levels",
+        ),
         ({"url": "/x\ud800"}, ".url: contains a lone surrogate"),
         ({"url": "/x", "storage_options": {"a": ["\ud800"]}}, ".storage_options.a[0]: contains a"),
         ({"url": "/x", "a\nb": 1}, ": 'a\\nb' is not a name of an option"),

@@ -29,6 +29,7 @@ from ecshare.transfer.jobs import (
     Put,
     StoredObject,
 )
+from ecshare.transfer.upkeep.renewal import Record
 from tests.waiting import wait_until
 
 NAMESPACE = "0" * 32
@@ -262,7 +263,7 @@ def test_start_up_writes_the_manifest_or_raises_config_error(tmp_path: Path) -> 
     engine = TransferEngine(config(tmp_path), "options")
     facts = {"model": "m"}
     digest = namespace_digest(facts)
-    engine.start_up(Kind.EC, digest, facts, write=True)
+    engine.start_up(Record(Kind.EC, digest, facts), write=True)
     assert (tmp_path / "store" / "ec" / "2" / "manifests" / digest).is_file()
     engine.close()
     (tmp_path / "plain-file").touch()

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A decoder split into two processes by the connector from before V1."""
 
+import copy
 import json
 import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,21 +106,47 @@ def test_a_bypassed_step_gives_the_same_states_and_tokens(
 
 
 @pytest.mark.parametrize(
-    "sent",
+    ("sent", "num_left"),
     [
-        [TWO],
-        [ONE[:10], TWO, THREE],  # one entry is a prefix of its prompt
-        [UNKNOWN],
+        ([TWO], 17 + 1 + 5),  # one of three: its last token is computed again
+        ([ONE[:10], TWO, THREE], 7 + 1 + 1),  # one entry is a prefix of its prompt
+        ([[*ONE, 1, 2, 3], TWO], 1 + 1 + 5),  # one entry is longer than its prompt
+        ([UNKNOWN], 17 + 9 + 5),
     ],
 )
-def test_batch_of_which_a_part_is_stored_is_computed(connect: Connect, sent: Prompts) -> None:
+def test_rest_of_a_partial_hit_is_computed(connect: Connect, sent: Prompts, num_left: int) -> None:
     prompts = [ONE, TWO, THREE]
     prefill(connect("kv_producer"), [sent])
-    caches, asked = fresh_caches(), batch(*prompts)
-    connector = connect("kv_consumer")
-    received = connector.recv_kv_caches_and_hidden_states(Decoder(), asked, caches)
-    assert received == (None, False, asked)
+    caches = fresh_caches()
+    received = receive(connect("kv_consumer"), prompts, caches)
+    _, is_bypassed, adjusted = received
+    assert not is_bypassed
+    attention = adjusted.attn_metadata
+    assert len(adjusted.input_tokens) == attention.num_prefill_tokens == num_left
+    assert len(adjusted.input_positions) == len(attention.slot_mapping) == num_left
+    assert attention.seq_lens == [17, 9, 5]
+    lengths = attention.query_start_loc.diff()
+    assert (attention.context_lens_tensor + lengths).tolist() == [17, 9, 5]
+    assert attention.max_query_len == int(lengths.max())
+    assert adjusted.query_lens == lengths.tolist()
+    assert [group.query_len for group in adjusted.sampling_metadata.seq_groups] == lengths.tolist()
     assert answers(prompts, caches, received) == computed_locally(prompts)[1]
+
+
+def test_model_input_of_the_runner_is_not_changed(connect: Connect, tmp_path: Path) -> None:
+    connector, model, caches = connect(), Decoder(), fresh_caches()
+    given = batch(TWO)
+    connector.send_kv_caches_and_hidden_states(model, given, caches, model(given, caches))
+    asked = batch(ONE, TWO)
+    before = copy.deepcopy(asked)
+    adjusted = connector.recv_kv_caches_and_hidden_states(model, asked, fresh_caches())[2]
+    assert len(adjusted.input_tokens) == 18
+    assert repr(asked) == repr(before)
+    assert adjusted.attn_metadata._cached_prefill_metadata is None
+    assert adjusted.attn_metadata._cached_decode_metadata is None
+    assert asked.input_tokens.tolist() == [*ONE, *TWO]
+    assert asked.attn_metadata.num_prefill_tokens == 26
+    assert asked.attn_metadata.query_start_loc.tolist() == [0, 17, 26]
 
 
 def test_a_longer_entry_bypasses_a_shorter_prompt(connect: Connect) -> None:
@@ -131,22 +159,34 @@ def test_a_longer_entry_bypasses_a_shorter_prompt(connect: Connect) -> None:
     assert answers([ONE], caches, received) == computed_locally([ONE])[1]
 
 
-def test_prompts_beside_decodes_are_neither_sent_nor_received_in_part(connect: Connect) -> None:
-    """The model must run in any case, and its prompts stay in the store."""
+def test_decodes_are_not_sent_and_keep_the_model_running(connect: Connect) -> None:
     connector, model, caches = connect(), Decoder(), fresh_caches()
     given = batch(TWO)
     connector.send_kv_caches_and_hidden_states(model, given, caches, model(given, caches))
-    mixed = batch(TWO, [*THREE, 9], computed=[0, 5], num_decodes=1)
-    received = connector.recv_kv_caches_and_hidden_states(model, mixed, fresh_caches())
-    assert received == (None, False, mixed)
-    assert receive(connector, [TWO], fresh_caches())[1]
+    running = [*THREE, 9]
+    mixed = batch(TWO, running, computed=[0, 5], num_decodes=1)
+    caches = fresh_caches()
+    model(batch(THREE, first=1), caches)
+    hidden, is_bypassed, adjusted = connector.recv_kv_caches_and_hidden_states(model, mixed, caches)
+    assert (hidden, is_bypassed) == (None, False)
+    assert adjusted.input_tokens.tolist() == [TWO[-1], 9]
+    states = last_hidden(model(adjusted, caches), adjusted)
+    assert torch.allclose(states[0], computed_locally([TWO])[0][-1], atol=1e-6)
+    assert torch.allclose(states[1], computed_locally([running])[0][-1], atol=1e-6)
+    connector.send_kv_caches_and_hidden_states(model, adjusted, caches, torch.stack(states))
+    assert connector.counters["prompts/sent"] == 1, "a step that holds no whole prompt sends none"
+    assert connector.counters["prompts/partial"] == 1
 
 
-def test_a_prompt_that_continues_is_not_sent(connect: Connect) -> None:
-    connector, model, caches = connect(), Decoder(), fresh_caches()
-    given = batch(TWO, computed=[4])
-    connector.send_kv_caches_and_hidden_states(model, given, caches, torch.zeros(5, 16))
-    assert connector.counters == {"prompts/partial": 1}
+def test_tokens_whose_states_are_sampled_stay_in_the_input(connect: Connect) -> None:
+    """This is the case when a request asks for the log probabilities of its prompt."""
+    connector, model = connect(), Decoder()
+    given, caches = batch(TWO), fresh_caches()
+    connector.send_kv_caches_and_hidden_states(model, given, caches, model(given, caches))
+    asked = batch(ONE, TWO, every=True)
+    received = connector.recv_kv_caches_and_hidden_states(model, asked, fresh_caches())
+    assert received == (None, False, asked)
+    assert connector.counters["prompts/received"] == 1
 
 
 @pytest.mark.parametrize(
@@ -175,17 +215,17 @@ def test_states_that_cannot_be_joined_are_computed(
                 {"other": model(given, caches)} if sound else {"a": hidden}
             )
         connector.send_kv_caches_and_hidden_states(model, given, caches, hidden)
-    shared = list[bool]()
+    shared = list[list[int]]()
 
-    def agreed(is_so: bool) -> bool:
-        shared.append(is_so)
-        return is_so
+    def agreed(counts: list[int]) -> list[int]:
+        shared.append(counts)
+        return counts
 
-    monkeypatch.setattr("kvshare.pre_v1.connector._is_so_on_all_ranks", agreed)
+    monkeypatch.setattr("kvshare.pre_v1.connector._minimum_over_ranks", agreed)
     caches = fresh_caches()
     received = receive(connector, [ONE, TWO], caches)
-    assert received[:2] == (None, False)
-    assert shared == [False], "all ranks must compute the batch"
+    assert (received[1], len(received[2].input_tokens)) == (False, 2)
+    assert shared == [[16, 8]], "all ranks must compute the same tokens"
     assert answers([ONE, TWO], caches, received) == computed_locally([ONE, TWO])[1]
 
 
@@ -270,16 +310,23 @@ def test_prompts_with_media_or_adapters_are_neither_sent_nor_received(
     assert connector.recv_kv_caches_and_hidden_states(model, same, fresh_caches())[1]
 
 
-def test_batch_that_another_rank_lacks_is_computed(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    connector, model, caches, given = connect(), Decoder(), fresh_caches(), batch(TWO)
+def test_positions_with_several_rows_are_cut_in_every_row(connect: Connect) -> None:
+    """Models with pictures have three positions per token."""
+    connector, model, caches = connect(), Decoder(), fresh_caches()
+    given = batch(TWO[:5])
     connector.send_kv_caches_and_hidden_states(model, given, caches, model(given, caches))
-    monkeypatch.setattr("kvshare.pre_v1.connector._is_so_on_all_ranks", lambda _: False)
     asked = batch(TWO)
+    three = replace(asked, input_positions=asked.input_positions.expand(3, -1))
+    adjusted = connector.recv_kv_caches_and_hidden_states(model, three, fresh_caches())[2]
+    assert torch.equal(adjusted.input_positions, three.input_positions[:, 5:])
+
+
+def test_batch_with_adapters_mapped_by_token_is_computed(connect: Connect) -> None:
+    connector, model, caches, given = connect(), Decoder(), fresh_caches(), batch(TWO[:5])
+    connector.send_kv_caches_and_hidden_states(model, given, caches, model(given, caches))
+    asked = SimpleNamespace(**vars(batch(TWO)), lora_mapping=object())
     received = connector.recv_kv_caches_and_hidden_states(model, asked, fresh_caches())
     assert received == (None, False, asked)
-    assert connector.counters["prompts/received"] == 1
 
 
 def test_intermediate_states_round_trip(connect: Connect) -> None:

@@ -10,6 +10,7 @@ from ecshare.store.config import StoreConfig
 from ecshare.store.keys import Kind, namespace_digest, tp_size_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Lookup
+from ecshare.transfer.upkeep.renewal import Record
 from kvshare.scheduler.tp_sizes import StoredTpSizes
 from tests.expiry import expire, renew_often, wait_until_there
 
@@ -46,7 +47,7 @@ def sizes(engine: TransferEngine, clock: Clock) -> StoredTpSizes:
 def write(engine: TransferEngine, size: int) -> None:
     """Write the mark as an engine of that size does at start."""
     mark = tp_size_key(Kind.KV, NAMESPACE, size)
-    engine.start_up(Kind.KV, NAMESPACE, FACTS, write=True, mark=mark)
+    engine.start_up(Record(Kind.KV, NAMESPACE, FACTS, mark), write=True)
 
 
 def look(engine: TransferEngine, sizes: StoredTpSizes) -> int:
@@ -102,14 +103,14 @@ def test_marks_of_another_namespace_are_ignored(
 ) -> None:
     other = {"model": "other"}
     digest = namespace_digest(other)
-    engine.start_up(Kind.KV, digest, other, write=True, mark=tp_size_key(Kind.KV, digest, 4))
+    engine.start_up(Record(Kind.KV, digest, other, tp_size_key(Kind.KV, digest, 4)), write=True)
     look(engine, sizes)
     assert sizes.known == (2,)
 
 
 def test_consumer_writes_no_mark(engine: TransferEngine, sizes: StoredTpSizes) -> None:
     mark = tp_size_key(Kind.KV, NAMESPACE, 4)
-    engine.start_up(Kind.KV, NAMESPACE, FACTS, write=False, mark=mark)
+    engine.start_up(Record(Kind.KV, NAMESPACE, FACTS, mark), write=False)
     look(engine, sizes)
     assert sizes.known == (2,)
 

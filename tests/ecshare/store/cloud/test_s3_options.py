@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ecshare.store.cloud.plan import CloudPlan, plan
+from ecshare.store.cloud_accounts import s3_endpoint
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError
 
@@ -231,7 +232,7 @@ def test_configured_endpoints_can_be_ignored(
     assert written.config["aws_endpoint_url_s3"] == "https://minio"
     if not by_profile:
         assert planned(**KEYS).config["aws_endpoint_url_s3"] == amazon
-        assert StoreConfig(url="s3://bucket").endpoint_url == ""
+        assert s3_endpoint() == ""
 
 
 def _with_env(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> CloudPlan:

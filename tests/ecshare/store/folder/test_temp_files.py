@@ -13,6 +13,7 @@ from ecshare.store.folder.store import temporary_name
 from ecshare.store.folder.temp_files import MARK, sweep
 from ecshare.store.keys import Kind, namespace_digest, object_key
 from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.upkeep.renewal import Record
 from tests.waiting import wait_until
 
 DAY_S = 86_400.0
@@ -150,7 +151,7 @@ def test_writer_sweeps_at_start_and_reader_does_not(tmp_path: Path) -> None:
     left = old(tmp_path / "store" / temporary_name())
     for writes in (False, True):
         engine = TransferEngine(config, "options")
-        engine.start_up(Kind.EC, namespace_digest(facts), facts, write=writes)
+        engine.start_up(Record(Kind.EC, namespace_digest(facts), facts), write=writes)
         engine.close()
         assert writes or left.exists()
     wait_until(lambda: not left.exists())

@@ -72,10 +72,10 @@ def used_bytes(cache: HostCache) -> int:
 
 def test_published_entry_can_be_opened(cache: HostCache) -> None:
     body = os.urandom(5000)
-    with publish(cache, 0, body) as published:
+    with contextlib.closing(publish(cache, 0, body)) as published:
         assert published.key == KEYS[0]
         assert published.body == body
-    with open_entry(cache, 0) as entry:
+    with contextlib.closing(open_entry(cache, 0)) as entry:
         assert entry.body == body
         assert entry.body.readonly
 
@@ -87,7 +87,7 @@ def test_open_of_a_missing_entry_is_none(cache: HostCache) -> None:
 def test_second_publish_opens_the_first_entry(cache: HostCache) -> None:
     put(cache, 0)
     inode = path_of(cache, 0).stat().st_ino
-    with publish(cache, 0, b"other bytes") as entry:
+    with contextlib.closing(publish(cache, 0, b"other bytes")) as entry:
         assert entry.body[0] == 0
     assert path_of(cache, 0).stat().st_ino == inode
     assert used_bytes(cache) == 10 * KIB
@@ -139,7 +139,7 @@ def test_pinned_entry_is_never_evicted(cache: HostCache, caplog: pytest.LogCaptu
 
 
 def test_entry_is_pinned_when_published(cache: HostCache) -> None:
-    with publish(cache, 0, bytes(90 * KIB)):
+    with contextlib.closing(publish(cache, 0, bytes(90 * KIB))):
         used_at(cache, 0, 0)
         assert cache.publish(KEYS[1], bytes(20 * KIB)) is None
     put(cache, 1, 20 * KIB)
@@ -226,7 +226,7 @@ def test_new_cache_counts_existing_entries(root: Path) -> None:
 
 def test_discarded_entry_stays_readable_for_its_readers(cache: HostCache) -> None:
     put(cache, 0)
-    with open_entry(cache, 0) as entry:
+    with contextlib.closing(open_entry(cache, 0)) as entry:
         cache.discard(KEYS[0])
         assert cache.open(KEYS[0]) is None
         assert entry.body[0] == 0
@@ -258,7 +258,7 @@ def test_publish_on_a_full_disk_returns_none(
     cache: HostCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(cache, 0)
-    with open_entry(cache, 0), monkeypatch.context() as patch:
+    with contextlib.closing(open_entry(cache, 0)), monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", disk_full)
         assert cache.publish(KEYS[1], bytes(10 * KIB)) is None
         assert cache.publish(KEYS[2], bytes(10 * KIB)) is None
@@ -536,7 +536,7 @@ def test_entry_locked_by_another_process_is_replaced(cache: HostCache) -> None:
     with path_of(cache, 0).open("rb") as theirs:
         fcntl.flock(theirs, fcntl.LOCK_EX)
         assert cache.open(KEYS[0]) is None
-        with publish(cache, 0, b"again") as entry:
+        with contextlib.closing(publish(cache, 0, b"again")) as entry:
             assert bytes(entry.body) == b"again"
     assert used_bytes(cache) == len(b"again")
 
@@ -651,7 +651,7 @@ def test_threads_can_publish_and_discard_concurrently(root: Path) -> None:
             n = chance.randrange(len(KEYS))
             entry = cache.publish(KEYS[n], bytes([n]) * 10 * KIB)
             if entry is not None:
-                with entry:
+                with contextlib.closing(entry):
                     if bytes(entry.body) != bytes([n]) * 10 * KIB:
                         failures.append(n)
             if chance.random() < 0.1:
@@ -744,7 +744,7 @@ def test_pin_of_another_process_holds_until_it_dies(cache: HostCache, peers: lis
 
 def test_entry_of_another_process_can_be_opened(cache: HostCache, peers: list[Peer]) -> None:
     assert peers[0].ask("publish 3 1000")
-    with open_entry(cache, 3) as entry:
+    with contextlib.closing(open_entry(cache, 3)) as entry:
         assert bytes(entry.body) == b"\3" * 1000
     assert peers[1].ask("pin 3 0")
     assert peers[1].ask("unpin 3 0")
@@ -772,6 +772,6 @@ def test_killed_writers_leave_a_sound_cache(cache: HostCache, peers: list[Peer])
             n = chance.randrange(40)
             assert peers[0].ask(f"publish {n} {10 * KIB}")
     for n in held(cache):
-        with open_entry(cache, n) as entry:
+        with contextlib.closing(open_entry(cache, n)) as entry:
             assert bytes(entry.body) == bytes([n]) * 10 * KIB
     assert 10 * KIB * len(held(cache)) <= 100 * KIB

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def cache(tmp_path: Path) -> HostCache:
 def put(cache: HostCache, n: int, body: bytes = BODY) -> None:
     entry = cache.publish(KEYS[n], body)
     assert entry is not None
-    with entry:
+    with closing(entry):
         assert entry.body == body
 
 
@@ -291,6 +292,7 @@ def test_object_beyond_the_file_size_limit_is_kept_in_memory(
 
 SMALL_DISK = """
 import sys
+from contextlib import closing
 from pathlib import Path
 from ecshare.store.hostcache.cache import HostCache
 from ecshare.store.keys import Kind, object_key
@@ -302,7 +304,7 @@ for n, key in enumerate(keys):
     incoming = cache.receive(key, 1 << 30)
     incoming.begin(1 << 20)
     incoming.write(0, bytes([n]) * (1 << 20))
-    with incoming.publish() as entry:
+    with closing(incoming.publish()) as entry:
         assert entry.body[-1] == n
 pins = [cache.open(key) for key in keys]
 assert sum(pin is not None for pin in pins) in (6, 7)

@@ -19,6 +19,7 @@ from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Fetch, Job, LookupRounds, MultiLookup, StoredObject
 from ecshare.transfer.upkeep import namespaces
 from ecshare.transfer.upkeep.namespaces import NamespaceWatch
+from ecshare.transfer.upkeep.renewal import Record
 from tests.waiting import wait_until
 
 FACTS = {"model": "qwen", "weights": "aa", "epoch": "", "dtype": "bfloat16"}
@@ -41,7 +42,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         )
         engine = TransferEngine(config, "options")
         started.append(engine)
-        engine.start_up(kind, namespace_digest(facts), facts, write=write)
+        engine.start_up(Record(kind, namespace_digest(facts), facts), write=write)
         return engine
 
     yield start
@@ -163,7 +164,7 @@ def digest_of(text: str) -> str:
 
 
 def watch_of(store: ObjectStore) -> NamespaceWatch:
-    return NamespaceWatch(StoreClient(store, 10), Kind.EC, namespace_digest(FACTS), FACTS)
+    return NamespaceWatch(StoreClient(store, 10), Record(Kind.EC, namespace_digest(FACTS), FACTS))
 
 
 async def test_same_difference_is_logged_once(store: ObjectStore, said: Said) -> None:

@@ -16,6 +16,7 @@ from ecshare.store.open import open_store
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Lookup, Outcome
 from ecshare.transfer.upkeep import renewal, start_up
+from ecshare.transfer.upkeep.renewal import Record
 from lab.servers.s3 import SeaweedFS
 from tests.bad_s3.faults import modes
 from tests.bad_s3.server import BUCKET, Stored, bad_s3
@@ -40,7 +41,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         host = f"{tmp_path}/host-{len(started)}"
         engine = TransferEngine(StoreConfig(url=url, host_cache_dir=host, **options), "options")
         started.append(engine)
-        engine.start_up(Kind.KV, NAMESPACE, FACTS, write=write, mark=MARK)
+        engine.start_up(Record(Kind.KV, NAMESPACE, FACTS, MARK), write=write)
         return engine
 
     yield start

@@ -18,6 +18,7 @@ from ecshare.store.keys import Key, Kind, manifest_key, namespace_digest
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Lookup, Outcome
 from ecshare.transfer.upkeep import renewal
+from ecshare.transfer.upkeep.renewal import Record
 from tests.bad_s3.faults import always, in_turn, modes
 from tests.bad_s3.server import Fault, Reply, Request, bad_s3, refused
 from tests.waiting import wait_until
@@ -63,7 +64,7 @@ def test_engine_starts_without_an_unavailable_store_and_uses_it_later(
     with bad_s3() as server, caplog.at_level(logging.WARNING):
         server.faults = modes(mode)
         engine = engine_at(server.endpoint, tmp_path, io_timeout_s=0.7)
-        engine.start_up(Kind.EC, DIGEST, FACTS, write=True)
+        engine.start_up(Record(Kind.EC, DIGEST, FACTS), write=True)
         said = [each.getMessage() for each in caplog.records if "serve now" in each.getMessage()]
         assert len(said) == 1
         assert said[0].startswith("options.url: 's3://bucket/cache' does not serve now: ")
@@ -84,7 +85,7 @@ def test_engine_starts_without_an_unavailable_store_and_uses_it_later(
 def test_reader_starts_without_an_unavailable_store(tmp_path: Path) -> None:
     with bad_s3(modes("any:503")["any"]) as server:
         engine = engine_at(server.endpoint, tmp_path, io_timeout_s=0.5)
-        engine.start_up(Kind.EC, DIGEST, FACTS, write=False)
+        engine.start_up(Record(Kind.EC, DIGEST, FACTS), write=False)
         engine.close()
 
 
@@ -103,7 +104,7 @@ def test_permanent_failure_is_refused_at_once(reply: Reply, tmp_path: Path, *, w
     with bad_s3(always(reply)) as server:
         engine = engine_at(server.endpoint, tmp_path, io_timeout_s=60)
         with pytest.raises(ConfigError, match=r"options\.url: 's3://bucket/cache' cannot be used"):
-            engine.start_up(Kind.EC, DIGEST, FACTS, write=write)
+            engine.start_up(Record(Kind.EC, DIGEST, FACTS), write=write)
         engine.close()
 
 
@@ -174,7 +175,7 @@ def test_full_disk_counts_as_temporary(number: int, kind: type[Exception]) -> No
 def test_engine_logs_a_literal_secret(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with bad_s3() as server, caplog.at_level(logging.WARNING):
         engine = engine_at(server.endpoint, tmp_path)
-        engine.start_up(Kind.EC, DIGEST, FACTS, write=False)
+        engine.start_up(Record(Kind.EC, DIGEST, FACTS), write=False)
         engine.close()
     assert "options.storage_options.secret: a secret is written into the configuration" in (
         caplog.text
