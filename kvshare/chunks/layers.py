@@ -224,11 +224,12 @@ def is_shareable(
 
 def _option_refusal(vllm_config: "VllmConfig") -> str | None:
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    if _context_parallel_size(parallel) > 1:
-        return (
-            "with context parallelism ranks share the tokens of a block: leave "
-            "--decode-context-parallel-size and --prefill-context-parallel-size out"
-        )
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if int(option(parallel, name) or 1) > 1:  # older vLLM releases lack the fields
+            return (
+                "context parallelism is not supported, because ranks may share the tokens of a "
+                f"block: leave --{name.replace('_', '-')} out"
+            )
     if cache.prefix_caching_hash_algo not in _TRUSTED_HASHES:
         return (
             f"--prefix-caching-hash-algo is {cache.prefix_caching_hash_algo}, which lets others "
@@ -542,12 +543,6 @@ def _layers(group: "KVCacheGroupSpec") -> Iterator[tuple[str, KVCacheSpec]]:
     spec = group.kv_cache_spec
     for name in group.layer_names:
         yield name, spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
-
-
-def _context_parallel_size(parallel: object) -> int:
-    """Return over how many ranks one sequence is spread; older vLLM releases lack the fields."""
-    names = ("decode_context_parallel_size", "prefill_context_parallel_size")
-    return max(int(option(parallel, name) or 1) for name in names)
 
 
 def shard_names_of(sets: Sequence[LayerSet], tp_size: int) -> tuple[str, ...]:

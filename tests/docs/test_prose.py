@@ -35,6 +35,7 @@ VLLM_OPTIONS = {
     "--allow-credentials",
     "--allowed-origins",
     "--block-size",
+    "--kv-cache-dtype",
     "--ec-transfer-config",
     "--enable-prompt-tokens-details",
     "--enable-tower-connector-lora",

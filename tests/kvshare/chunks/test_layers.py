@@ -182,14 +182,14 @@ OTHER_DTYPE = "set --kv-cache-dtype to another one, such as auto or fp8"
         (
             engine(decode_context_parallel_size=2),
             (FULL,),
-            "ranks share the tokens of a block",
-            "leave --decode-context-parallel-size and --prefill-context-parallel-size out",
+            "ranks may share the tokens of a block",
+            "leave --decode-context-parallel-size out",
         ),
         (
             engine(prefill_context_parallel_size=2),
             (FULL,),
-            "ranks share the tokens of a block",
-            "leave --decode-context-parallel-size and --prefill-context-parallel-size out",
+            "ranks may share the tokens of a block",
+            "leave --prefill-context-parallel-size out",
         ),
         (
             engine(prefix_caching_hash_algo="xxhash"),
