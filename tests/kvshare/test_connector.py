@@ -120,9 +120,8 @@ def test_engine_with_context_parallelism_says_at_start_what_to_leave_out(
     parallel: dict[str, Any] = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
     one_head = {"num_key_value_heads": 1}  # vLLM wants more ranks than heads
     config = vllm_config(text_model, options(tmp_path), hf_overrides=one_head, **parallel)
-    half = KVScheduler.start(config, cache_config(8), KVConfig(**options(tmp_path)))
+    KVScheduler.start(config, cache_config(8), KVConfig(**options(tmp_path)))
     assert "block: leave --decode-context-parallel-size out." in caplog.text
-    assert half.num_loadable_tokens(make_request("r", PROMPT), 0) == 0
 
 
 def test_worker_that_refuses_the_layers_stops_the_scheduler_half(
