@@ -4,6 +4,7 @@
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -116,12 +117,11 @@ def test_engine_that_cannot_share_serves_and_logs_the_reason(
 def test_engine_with_context_parallelism_says_at_start_what_to_leave_out(
     text_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    parallel = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
+    parallel: dict[str, Any] = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
     one_head = {"num_key_value_heads": 1}  # vLLM wants more ranks than heads
     config = vllm_config(text_model, options(tmp_path), hf_overrides=one_head, **parallel)
-    half = KVScheduler.start(config, cache_config(8), KVConfig(**options(tmp_path)))
+    KVScheduler.start(config, cache_config(8), KVConfig(**options(tmp_path)))
     assert "block: leave --decode-context-parallel-size out." in caplog.text
-    assert half.num_loadable_tokens(make_request("r", PROMPT), 0) == 0
 
 
 def test_worker_that_refuses_the_layers_stops_the_scheduler_half(
