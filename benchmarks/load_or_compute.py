@@ -134,8 +134,8 @@ class Run:
             is_small = self._small_part and self._chance.random() < self._small_part
             num_tokens = self._chance.randrange(*(SMALL if is_small else LARGE))
             chunks = _chunks(num_tokens, CHUNK_TOKENS)
-            sizes = [chunk.num_tokens * TOKEN_BYTES for chunk in chunks]
-            prompts.append(asyncio.create_task(self.serve_one(chunks, sizes, NEW_TOKENS)))
+            stored = [chunk.num_tokens * TOKEN_BYTES for chunk in chunks]
+            prompts.append(asyncio.create_task(self.serve_one(chunks, stored, NEW_TOKENS)))
         await asyncio.gather(*prompts)
 
     async def serve_one(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Splits a chunk into pieces: one stored object for each layer set; pure."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvshare.chunks.layers import LayerSet
@@ -46,18 +46,29 @@ class Pieces:
                     )
                 yield self._piece(chunk, layer_set, ids, first - stored_block)
 
-    def saved(self, chunk: Chunk, block_ids: BlocksOfGroups, step_tokens: int) -> list[Piece]:
+    def saved(
+        self,
+        chunk: Chunk,
+        block_ids: BlocksOfGroups,
+        step_tokens: int,
+        passed: Callable[[Sequence[int], int, int], tuple[tuple[int, ...], ...]],
+    ) -> list[Piece]:
         """Return the pieces of `chunk` to store; none if it can no longer be stored as a whole.
 
         `step_tokens`: the request was computed up to there before this step. For layers with a
-        window, vLLM may have freed the blocks that it does not need from there on.
+        window, vLLM may have freed the blocks that it does not need from there on. `passed`:
+        returns those blocks of some cache groups, from one number to before another; none if vLLM
+        has used one of them for other tokens.
         """
         pieces = []
         for layer_set in self._layer_sets_in(chunk):
-            first = layer_set.first_block(chunk, self.block_tokens)
-            if first < layer_set.window.first_needed(step_tokens) // self.block_tokens:
+            first, end = layer_set.first_block(chunk, self.block_tokens), _end_block(chunk)
+            if first >= layer_set.window.first_needed(step_tokens) // self.block_tokens:
+                ids = _of_groups(layer_set, block_ids, first, end)
+            else:
+                ids = passed(layer_set.groups, first, end)
+            if not ids:
                 return []
-            ids = _of_groups(layer_set, block_ids, first, _end_block(chunk))
             pieces.append(self._piece(chunk, layer_set, ids))
         return pieces
 

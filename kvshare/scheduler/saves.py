@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from kvshare.chunks.facts import KVFacts
 from kvshare.chunks.prefix import Chunk, ChunkKey, Grid, names_state, tail_of
 from kvshare.chunks.recent_keys import RecentKeys
 from kvshare.messages import Piece, Report
-from kvshare.scheduler.cached_states import CachedStates
+from kvshare.scheduler.cached_blocks import CachedBlocks
 from kvshare.scheduler.events import BlockEvents
 from kvshare.scheduler.pieces import Pieces
 from kvshare.scheduler.save_budget import SaveBudget
@@ -94,8 +95,8 @@ class SavePlan:
     that fills its last block. A prompt's tail is saved by the step that completes the prompt. The
     partial chunk at the end of an answer is saved when the request ends or is preempted. vLLM has
     freed its blocks then: the order is sent with the next step, and carried out before that step
-    can refill the blocks. A chunk is not saved if vLLM has freed some of its blocks earlier,
-    because no layer of their group looks back so far.
+    can refill the blocks. If vLLM has freed some of a chunk's blocks earlier, because no layer of
+    their group looks back so far, the chunk is saved as long as vLLM's prefix cache has them.
 
     States of recurrent layers are saved as vLLM hands them over: those at the end of a prompt, and
     those at the end of a chunk that follow the last one by tokens whose chunks are as many bytes as
@@ -118,10 +119,10 @@ class SavePlan:
         events: BlockEvents | None,
         budget: SaveBudget[Progress],
         policy: SavePolicy,
-        cached: CachedStates,
+        cached: CachedBlocks,
     ) -> None:
         """Use what the scheduler half owns. `stored`: chunks that need not be saved. `cached`: the
-        states in vLLM's own cache.
+        blocks in vLLM's own cache.
 
         Chunks whose save is ordered are added to `stored` and `events`.
         """
@@ -209,7 +210,7 @@ class SavePlan:
             end_block = num_tokens // grid.block_tokens
             if num_tokens > progress.end_tokens or end_block > len(hashes):
                 return
-            block_of_group = self._cached.find(hashes[end_block - 1], num_tokens)
+            block_of_group = self._cached.state(hashes, end_block)
             yield from self._save_state(progress, grid, num_tokens, block_of_group)
 
     def _is_state_due(self, progress: Progress, num_tokens: int) -> bool:
@@ -443,7 +444,8 @@ class SavePlan:
             return ()
         if chunk.end_tokens > progress.limit.end_tokens:
             return None
-        pieces = self._pieces.saved(chunk, progress.block_ids, progress.step_tokens)
+        passed = partial(self._cached.run, progress.request.block_hashes)
+        pieces = self._pieces.saved(chunk, progress.block_ids, progress.step_tokens, passed)
         if not pieces:
             self._stop(progress)
             return None

@@ -30,7 +30,7 @@ from kvshare.compat import states_of_step
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.messages import Orders, Piece, Report, is_prefilled_elsewhere
 from kvshare.scheduler.adapters import Adapter, Adapters
-from kvshare.scheduler.cached_states import CachedStates
+from kvshare.scheduler.cached_blocks import CachedBlocks
 from kvshare.scheduler.events import BlockEvents, publishes_events
 from kvshare.scheduler.hand_over import HandOver
 from kvshare.scheduler.load_or_compute import LoadOrCompute
@@ -109,7 +109,9 @@ class KVScheduler:
         )
         self._loads = LoadPlan(facts, pieces, clock_s)
         self._siblings = Siblings(facts.grid.block_tokens)
-        self._cached = CachedStates(facts.layer_sets, self._siblings.are_foreign)
+        self._cached = CachedBlocks(
+            facts.layer_sets, facts.grid.block_tokens, self._siblings.are_foreign
+        )
         self._saves = SavePlan(
             facts, pieces, stored, self._adapters, events, budget, policy, self._cached
         )

@@ -20,6 +20,7 @@ from tests import waiting
 
 STORED_WITHIN_S = 60.0
 COMES_WITHIN_S = 20.0
+_RANK = "X-data-parallel-rank"
 FAR_AHEAD = 0.1  # in the logarithm of the probability
 
 
@@ -53,7 +54,7 @@ def ask(server: Server, model: str, content: list[dict[str, Any]], **fields: Any
 
 def ask_rank(server: Server, rank: int, model: str, content: list[dict[str, Any]]) -> Answer:
     """Send one chat request to a data-parallel rank; as `ask`."""
-    headers = {"X-data-parallel-rank": str(rank)}
+    headers = {_RANK: str(rank)}
     return _post(server, "chat/completions", _chat(model, content, {}), headers)
 
 
@@ -68,10 +69,16 @@ def _chat(model: str, content: list[dict[str, Any]], fields: dict[str, Any]) -> 
     }
 
 
-def complete(
-    server: Server, model: str, prompt: list[int], max_tokens: int = 12, **fields: Any
+def complete(  # noqa: PLR0913 — all parameters of a request
+    server: Server,
+    model: str,
+    prompt: list[int],
+    max_tokens: int = 12,
+    *,
+    rank: int | None = None,
+    **fields: Any,
 ) -> Answer:
-    """Ask, greedy, what follows these tokens."""
+    """Ask, greedy, what follows these tokens. `rank`: the data-parallel rank to ask."""
     body = {
         "model": model,
         "prompt": prompt,
@@ -81,7 +88,8 @@ def complete(
         "return_token_ids": True,
         **fields,
     }
-    return _post(server, "completions", body)
+    headers = {} if rank is None else {_RANK: str(rank)}
+    return _post(server, "completions", body, headers)
 
 
 def is_certain(plain: EngineProcess, prompt: list[int], max_tokens: int = 12) -> bool:

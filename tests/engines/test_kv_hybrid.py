@@ -135,6 +135,17 @@ def test_requests_at_once_get_their_own_states(fleet: Fleet) -> None:
         assert answer.tokens == complete(fleet.plain, fleet.plain.model, prompt).tokens
 
 
+@pytest.mark.models
+def test_restarted_engine_loads_states_from_before(fleet: Fleet) -> None:
+    prompt = prompt_of(8)
+    fleet.store(prompt)
+    fleet.first.stop()
+    fleet.first.start()
+    with counting(fleet.first.wait_ready()) as gained:
+        assert fleet.check(fleet.first, prompt).num_cached_tokens == fleet.last_boundary(prompt)
+    assert gained["kvshare_tokens/loaded"] == fleet.last_boundary(prompt)
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_prompt_without_a_sound_state_is_computed_and_stored_again(
     fleet: Fleet, damage: str

@@ -4,6 +4,7 @@
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import permutations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,7 +74,10 @@ class Stored(NamedTuple):
         self.last.write_bytes(raw)
         try:
             with self.engine("kv_consumer") as reader:
-                return serve(reader, PROMPT).computed_prompt_tokens
+                num_computed = serve(reader, PROMPT).computed_prompt_tokens
+                # An error of the copy to the blocks, which nothing may reach that is not a state.
+                assert not reader.counts.get("misses/unavailable")
+                return num_computed
         finally:
             self.last.write_bytes(sound)
 
@@ -165,6 +169,31 @@ def test_damaged_state_is_a_miss(stored: Stored, data: st.DataObject) -> None:
     num_computed = stored.num_computed(raw)
     # Few changes change nothing that counts, such as spaces in the header.
     assert num_computed == len(PROMPT) or not is_refused(stored.key, raw, sound.facts)
+
+
+def with_one_wrong_fact(facts: TensorSpec) -> Iterator[TensorSpec]:
+    """Yield `facts` with each attribute missing or changed, each axis longer, shorter or in the
+    place of another one, and another dtype."""
+    for name, value in facts.attributes.items():
+        others = {key: each for key, each in facts.attributes.items() if key != name}
+        changed = value + 1 if isinstance(value, int) else f"{value}x"
+        yield TensorSpec(facts.dtype, facts.shape, others)
+        yield TensorSpec(facts.dtype, facts.shape, {**others, name: changed})
+    shapes = set(permutations(facts.shape))
+    for axis, size in enumerate(facts.shape):
+        for other in (size - 1, size + 1):
+            shapes.add((*facts.shape[:axis], other, *facts.shape[axis + 1 :]))
+    for shape in sorted(shapes - {tuple(facts.shape)}):
+        if all(shape):
+            yield TensorSpec(facts.dtype, shape, facts.attributes)
+    yield TensorSpec("I8", facts.shape, facts.attributes)
+
+
+def test_state_with_one_wrong_fact_is_a_miss(stored: Stored) -> None:
+    sound = sound_of(stored)
+    for facts in with_one_wrong_fact(sound.facts):
+        raw = resealed(stored.key, facts, sound.payload)
+        assert stored.num_computed(raw) == len(PROMPT), facts
 
 
 @fuzzed(12)

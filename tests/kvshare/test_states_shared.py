@@ -50,8 +50,7 @@ GROUPS: dict[str, tuple[KVCacheSpec, ...]] = {
 }
 WITHOUT_WINDOWS = {name: specs for name, specs in GROUPS.items() if "windows" not in name}
 each_kind = pytest.mark.parametrize("specs", GROUPS.values(), ids=GROUPS)
-# vLLM frees blocks that a window has passed, so chunks with windows cannot wait.
-each_kind_that_waits = pytest.mark.parametrize(
+each_kind_without_windows = pytest.mark.parametrize(
     "specs", WITHOUT_WINDOWS.values(), ids=WITHOUT_WINDOWS
 )
 ENDS = (len(LONG) - 1) // BLOCK * BLOCK  # the last boundary in LONG
@@ -327,7 +326,7 @@ def test_chunks_and_states_behind_a_state_that_the_store_refused_are_stored(
     assert serve(d, LONG).computed_prompt_tokens == len(LONG) - ENDS
 
 
-@each_kind_that_waits
+@each_kind
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("is_async", [False, True])
 def test_state_that_waits_for_memory_is_stored_with_the_chunks_that_wait(
@@ -340,7 +339,7 @@ def test_state_that_waits_for_memory_is_stored_with_the_chunks_that_wait(
     assert answer.computed_prompt_tokens == len(WAITING) - end_of(WAITING)
 
 
-@each_kind_that_waits
+@each_kind_without_windows  # with windows there is memory for a part only
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_state_that_waits_for_memory_is_stored_when_its_request_ends(
     gated: StartEngine, specs: Sequence[KVCacheSpec], runner: RunnerName
@@ -371,7 +370,7 @@ def short_of_memory(gated: StartEngine, ours: dict[str, Any]) -> ToyEngine:
     return writer
 
 
-@each_kind_that_waits
+@each_kind
 @pytest.mark.parametrize("save_after", [2, 3])
 @pytest.mark.parametrize("chunk_blocks", [1, 3])
 @pytest.mark.parametrize("num_shared", [2, 8])

@@ -72,8 +72,8 @@ class RankModel(ToyModel):
                     assert read_state(layer, block) == right, "not the state of these tokens"
                 continue
             for position in range(end):
-                right = kv_of(tokens[: position + 2], group)
-                assert self.read(row, group, position) == right, "not the KV of these tokens"
+                kv = kv_of(tokens[: position + 2], group)
+                assert self.read(row, group, position) == kv, "not the KV of these tokens"
         if end < len(row.tokens):
             return []
         row.tokens.append((7 * sum(row.tokens) + 1) % VOCAB)

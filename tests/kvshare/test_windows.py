@@ -91,6 +91,32 @@ def test_local_hit_is_not_loaded_again(start: StartEngine, specs: Sequence[KVCac
     assert serve(second, LONG, name="long").computed_prompt_tokens == 1
 
 
+@each_kind
+@pytest.mark.parametrize("save_after", [2, 3])
+@pytest.mark.parametrize("chunk_blocks", [1, 3])
+def test_prompt_that_vllm_has_cached_is_stored_once_it_was_seen_often_enough(
+    start: StartEngine, specs: Sequence[KVCacheSpec], chunk_blocks: int, save_after: int
+) -> None:
+    """A local hit has no blocks that a window has passed. vLLM's cache still has them."""
+    engine = partial(start, specs=specs, num_blocks=160)
+    writer = engine(store=chunked(chunk_blocks, save_after=save_after))
+    for number in range(save_after):
+        assert not writer.counts.get("blocks/saved")
+        serve(writer, LONG, max_tokens=1, name=str(number))
+    assert serve(engine(store=chunked(chunk_blocks)), LONG).computed_prompt_tokens == 1
+
+
+def test_chunks_behind_one_whose_window_blocks_vllm_has_used_again_are_not_stored(
+    start: StartEngine,
+) -> None:
+    writer = start(specs=(spec(), window(W)), num_blocks=40, store=chunked(1, save_after=2))
+    serve(writer, LONG, max_tokens=1, name="first")
+    serve(writer, [7, *LONG[: 6 * BLOCK]], max_tokens=1, name="other")  # takes blocks
+    serve(writer, LONG, max_tokens=1, name="again")
+    reader = start(specs=(spec(), window(W)), num_blocks=160, store=chunked(1))
+    assert serve(reader, LONG).computed_prompt_tokens > BLOCK
+
+
 def test_only_blocks_inside_the_window_are_loaded(start: StartEngine) -> None:
     engine = partial(start, specs=(spec(), window(W)), store=chunked(2), num_blocks=160)
     serve(engine(), LONG)

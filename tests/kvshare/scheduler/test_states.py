@@ -22,7 +22,7 @@ from kvshare.chunks.layers import AttentionWindow, LayerSet
 from kvshare.chunks.prefix import Chunk, Grid, Prefix
 from kvshare.messages import Piece, Report
 from kvshare.scheduler import lookups
-from kvshare.scheduler.cached_states import CachedStates
+from kvshare.scheduler.cached_blocks import CachedBlocks
 from kvshare.scheduler.search import KEYS_A_ROUND, StoredPrefix
 from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.scheduler.test_scheduler import (
@@ -596,7 +596,7 @@ def test_states_that_wait_for_memory_cost_as_much_however_long_the_prompt(
     bench: StartBench, monkeypatch: pytest.MonkeyPatch, prompt_blocks: int
 ) -> None:
     """Of each prompt the chunks are stored already. vLLM's cache has all states."""
-    monkeypatch.setattr(CachedStates, "find", lambda *_: {1: 31, 2: 32})
+    monkeypatch.setattr(CachedBlocks, "state", lambda *_: {1: 31, 2: 32})
     here = bench(layer_sets=SETS, options={"buffer_bytes": 8 * SLAB})
     prompt = list(range(prompt_blocks * BLOCK + 1))
     requests = [make_request(str(number), [number, *prompt[1:]], 9) for number in range(40)]
