@@ -59,11 +59,12 @@ ALLOWED = {
     "kvshare.config": STORE,
     "ecshare.router": STORE,
     "ecshare.testing": STORE,
-    "ecshare.cli": UPKEEP | {"ecshare.doctor", "ecshare.router"},
+    "ecshare.cli": STORE | {"ecshare.commands", "ecshare.doctor", "ecshare.router"},
+    "ecshare.commands": UPKEEP | {"ecshare.doctor"},
     "ecshare.doctor": STORE | {"ecshare.encoder.config", "kvshare.config"},
     "ecshare.__main__": {"ecshare.cli"},
 }
-FRONT = ("ecshare.cli", "ecshare.doctor", "ecshare.__main__")
+FRONT = ("ecshare.cli", "ecshare.commands", "ecshare.doctor", "ecshare.__main__")
 # Rooms that must work without torch or vLLM, or must be fast to import.
 LIGHT = {"torch", "vllm", "transformers"}
 WITHOUT = {

@@ -178,7 +178,9 @@ class Cleaner:
             self.report.num_temporary_removed = len(left)
             return
         await self._remove(inventory, chosen)
-        await self._write_index(inventory, ages, chosen, unmatched)
+        # Exact: if the ages in an index were rounded anew in each run, they would drift.
+        later = int((now_s + time.monotonic() - self._begun_s) // 60) - now
+        await self._write_index(inventory, ages, chosen, unmatched, later)
         for some in _batched([*others, *merged], _PAGE):
             await self._steady(lambda some=some: self._store.delete(some))  # type: ignore[misc]
         self.report.num_others_removed = len(others)
@@ -343,11 +345,12 @@ class Cleaner:
         ages: Ages,
         chosen: NDArray[np.int64],
         unmatched: dict[Kind, Uses],
+        later: int,
     ) -> None:
+        """Store what is known of all that stays. `later`: the minutes since the ages were taken."""
         removed = chosen[: self.report.num_removed]
         for kind in self._kinds:
             spaces = [n for n, space in enumerate(inventory.spaces) if space.kind == kind]
-            later = int((time.monotonic() - self._begun_s) // 60)
             known = _joined([ages.index(removed, spaces, later), unmatched[kind]])
             for part in known.parts():
                 key = new_uses_key(kind)

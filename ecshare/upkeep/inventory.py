@@ -4,6 +4,7 @@
 A listing of a bucket costs a request for each thousand keys, so there is only one.
 """
 
+import os
 import re
 import tempfile
 from array import array
@@ -202,8 +203,8 @@ class _Names:
     def read(self, number: int) -> bytes:
         begin, is_last = self._offsets[number], number + 1 == len(self._offsets)
         end = self._end if is_last else self._offsets[number + 1]
-        self.file.seek(begin)
-        return self.file.read(end - begin)
+        self.file.flush()
+        return os.pread(self.file.fileno(), end - begin, begin)
 
 
 class Ages:
@@ -239,7 +240,8 @@ class Ages:
         is_save_of_use = self._noted - np.minimum(self._modified, self._noted) <= _SAVED_WITHIN
         is_noted = self._noted != np.uint32(0xFFFFFFFF)
         latest = np.minimum(self._noted, self._modified)
-        return np.where(is_noted & is_save_of_use, self._noted, latest)
+        last: Numbers = np.where(is_noted & is_save_of_use, self._noted, latest)
+        return last
 
     def candidates(self) -> Candidates:
         """Return all objects, for the plan."""
@@ -267,8 +269,9 @@ _SAVED_WITHIN = np.uint32(10)
 
 def _older(ages: Numbers, minutes: int) -> Numbers:
     """Return `ages` plus `minutes`, at most the largest number."""
-    total = ages.astype(np.uint64) + np.uint64(max(0, minutes))
-    return np.minimum(total, np.uint64(0xFFFFFFFF)).astype(np.uint32)
+    total = np.minimum(ages.astype(np.uint64) + np.uint64(max(0, minutes)), np.uint64(0xFFFFFFFF))
+    older: Numbers = total.astype(np.uint32)
+    return older
 
 
 def _unique(ids: Ids) -> tuple[Ids, Numbers]:

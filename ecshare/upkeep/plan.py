@@ -74,9 +74,10 @@ def removals(objects: Candidates, rules: Rules) -> Order:
         # The narrowest first: what it removes, wider ones need not.
         for limit in sorted(rules.limits, key=lambda each: len(each.spaces)):
             _remove_for(limit, objects, order, leaves, held)
-    chosen = np.flatnonzero(leaves)
+    chosen: Order = np.flatnonzero(leaves)
     keys = (objects.names[chosen], ~objects.positions[chosen], ~objects.ages[chosen])
-    return chosen[np.lexsort(keys)]
+    in_order: Order = chosen[np.lexsort(keys)]
+    return in_order
 
 
 def _remove_for(

@@ -68,6 +68,9 @@ class TemporaryFile(NamedTuple):
     """Seconds since the epoch, by the clock of the file system."""
 
 
+TemporaryFiles = list[TemporaryFile]
+
+
 class _Level(NamedTuple):
     folders: list[str]
     objects: list[ObjectInfo]
@@ -146,9 +149,7 @@ class DirectoryStore:
         async for each in self.list_into(prefix, []):
             yield each
 
-    async def list_into(
-        self, prefix: str, temporary: "list[TemporaryFile]"
-    ) -> AsyncIterator[ObjectInfo]:
+    async def list_into(self, prefix: str, temporary: TemporaryFiles) -> AsyncIterator[ObjectInfo]:
         """Do `list`, and append the temporary files that it passes to `temporary`."""
         levels = [Key(prefix.removesuffix("/")) + "/" if prefix else ""]
         while levels:
