@@ -60,6 +60,7 @@ from ecshare.transfer.pools import Pools
 from ecshare.transfer.save import Saver
 from ecshare.transfer.stats import Stats
 from ecshare.transfer.upkeep.start_up import StartUp
+from ecshare.upkeep.record import UseRecord
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +113,8 @@ class TransferEngine:
         """The fingerprint of the key that authenticates objects; "" without a key."""
         self.in_flight = 0
         self.stats = Stats()
+        self.uses = UseRecord()
+        """The objects that were used. The store hears of them by and by, after `start_up`."""
         self._is_closed = False
         self._inline = InlineReads(self.host)
         self._pools = Pools(on_thread_start)
@@ -159,6 +162,7 @@ class TransferEngine:
             ConfigError: as `probe`.
         """
         self._start.begin(kind, namespace, facts, write=write, mark=mark)
+        self._start.note(self.uses, kind, namespace)
 
     @property
     def open_breakers(self) -> frozenset[str]:
@@ -294,6 +298,7 @@ class TransferEngine:
             return
         self._is_closed = True
         self._io.stop(timeout_s)
+        self._start.close()
         self._pools.close()
         has_stopped(self)
 

@@ -44,6 +44,7 @@ from ecshare.upkeep.uses import LIMIT_BYTES, Uses, pack, unpack
 T = TypeVar("T")
 
 _PAGE = 1000
+_SLICE = 50  # lines of a listing: a hook of an engine waits no longer than for these
 _BATCHES = 4  # of removals at once, where the store serves many calls
 _READS = 16
 # Any writer to the store may add notes of any number and size.
@@ -230,10 +231,11 @@ class Cleaner:
             else:
                 listing = self._store.list(prefix)
             async for page in self._pages(listing):
-                for info in page:
-                    inventory.add(info)
+                for some in _batched(page, _SLICE):
+                    for info in some:
+                        inventory.add(info)
+                    await self._pace()
                 newest_s = max([newest_s, *(info.modified_s for info in page)])
-                await self._pace()
         return newest_s
 
     async def _pages(self, listing: AsyncIterator[ObjectInfo]) -> AsyncIterator[list[ObjectInfo]]:

@@ -64,5 +64,9 @@ class UseRecord:
         items = list(taken.items())
         return [(name, now - use // _POSITIONS, use % _POSITIONS) for name, use in items]
 
+    def stop(self) -> None:
+        """Hold nothing any more, whatever is added."""
+        self._limit, self._pending = 0, {}
+
     def _minute(self) -> int:
         return int(self._clock_s() // 60)
