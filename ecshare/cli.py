@@ -17,7 +17,8 @@ from ecshare.store.errors import ConfigError
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line. Exit status: 0 all is well, 1 a problem was found, 2 wrong usage."""
+    """Run the command line. Exit status: 0 all is well, 1 a problem was found or a store
+    failed, 2 wrong usage, 130 and 143 after SIGINT and SIGTERM."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a terminal may not have every character
@@ -33,11 +34,22 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         _router([])
     try:
         targets, remarks = read_argument(options.store)
+        if options.command == "gc":
+            sys.exit(_gc(targets, options))
         sys.exit(asyncio.run(_doctor(targets, remarks, options)))
     except ConfigError as exc:
         parser.error(str(exc))
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _gc(targets: Sequence[Target], options: argparse.Namespace) -> int:
+    # Not at the top: the doctor does not need numpy.
+    try:
+        from ecshare.commands.gc import run
+    except ImportError as exc:
+        raise ConfigError(f"{exc}: pip install numpy (ecshare's extra [gc])") from exc
+    return run(targets, options)
 
 
 def _router(arguments: Sequence[str]) -> NoReturn:
@@ -88,7 +100,49 @@ def _parser() -> argparse.ArgumentParser:
         default=20,
         help="objects of each namespace to read and verify",
     )
+    _add_gc(commands)
     return parser
+
+
+def _add_gc(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    gc = commands.add_parser(
+        "gc",
+        help="keep a store within a budget: remove what was not used for longest",
+        description="Keep a store within a budget: remove what was not used for longest, the ends "
+        "of prompts before their beginnings, and old notes, temporary files and the like. It may "
+        "be stopped and run again at any time, beside engines and others of its kind. Exit status: "
+        "0 done, 1 the store failed (run it again), 2 wrong usage, 143 stopped by SIGTERM.",
+        allow_abbrev=False,
+    )
+    gc.add_argument("store", help="as for the doctor: a url, options as JSON, or @FILE")
+    gc.add_argument(
+        "--max-bytes",
+        metavar="[SCOPE=]SIZE",
+        action="append",
+        default=[],
+        help="the most that may be stored, e.g. 500GB; with kv= or ec= of one kind, with a "
+        "namespace and = of that one; may be repeated",
+    )
+    gc.add_argument(
+        "--ttl",
+        metavar="[SCOPE=]HOURS",
+        action="append",
+        default=[],
+        help="remove what was not used for so many hours; scopes as above, the narrowest counts",
+    )
+    gc.add_argument(
+        "--every", metavar="MINUTES", type=_minutes, help="go on, with a pause of so many minutes"
+    )
+    gc.add_argument(
+        "--dry-run", action="store_true", help="remove nothing; print a table of what would go"
+    )
+    gc.add_argument("--json", action="store_true", help="print a line of JSON for each run")
+
+
+def _minutes(text: str) -> float:
+    if not re.fullmatch(r"\d{1,6}(\.\d{1,3})?", text, re.ASCII) or not float(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of minutes above 0")
+    return float(text)
 
 
 def _count(text: str) -> int:

@@ -100,8 +100,8 @@ Experimental, as is vLLM's interface: an entry of `secondary_tiers` of its Offlo
                            "url": "s3://bucket/prefix", "epoch": "qwen-7b bf16"}]}}'
 ```
 
-Besides `type` and `module_path` it takes the options of both connectors, except `save_after`, and
-these:
+Besides `type` and `module_path` it takes the options of both connectors, except `max_bytes`,
+`save_after`, `ttl_hours`, and these:
 """
 
 ROUTER = """

@@ -15,9 +15,10 @@ PACKAGES = ("ecshare", "kvshare")
 # belongs to the room with the longest prefix of its name.
 STORE = {"ecshare.store"} | {f"ecshare.store.{room}" for room in ("cloud", "folder", "fsspec")}
 STORE |= {"ecshare.store.hostcache"}
+UPKEEP = STORE | {"ecshare.upkeep"}
 TRANSFER = {"ecshare.transfer", "ecshare.transfer.jobs"}
 TRANSFER |= {f"ecshare.transfer.{room}" for room in ("announced", "client", "device", "upkeep")}
-BELOW_VLLM = STORE | TRANSFER
+BELOW_VLLM = UPKEEP | TRANSFER
 BELOW_CONNECTORS = BELOW_VLLM | {"ecshare.plugin"}
 BELOW_HALVES = BELOW_CONNECTORS | {
     "kvshare.chunks",
@@ -32,12 +33,13 @@ ALLOWED = {
     "ecshare.store.folder": {"ecshare.store"},
     "ecshare.store.fsspec": {"ecshare.store"},
     "ecshare.store.hostcache": {"ecshare.store"},
+    "ecshare.upkeep": STORE,
     "ecshare.transfer": BELOW_VLLM,
     "ecshare.transfer.announced": STORE | {"ecshare.transfer.client"},
     "ecshare.transfer.client": STORE,
     "ecshare.transfer.device": STORE,
     "ecshare.transfer.jobs": STORE | {"ecshare.transfer.device"},
-    "ecshare.transfer.upkeep": STORE
+    "ecshare.transfer.upkeep": UPKEEP
     | {"ecshare.transfer.client", "ecshare.transfer.device", "ecshare.transfer.jobs"},
     "ecshare.plugin": BELOW_VLLM,
     "ecshare.encoder": BELOW_CONNECTORS
@@ -57,15 +59,17 @@ ALLOWED = {
     "kvshare.config": STORE,
     "ecshare.router": STORE,
     "ecshare.testing": STORE,
-    "ecshare.cli": STORE | {"ecshare.doctor", "ecshare.router"},
+    "ecshare.cli": STORE | {"ecshare.commands", "ecshare.doctor", "ecshare.router"},
+    "ecshare.commands": UPKEEP | {"ecshare.doctor"},
     "ecshare.doctor": STORE | {"ecshare.encoder.config", "kvshare.config"},
     "ecshare.__main__": {"ecshare.cli"},
 }
-FRONT = ("ecshare.cli", "ecshare.doctor", "ecshare.__main__")
+FRONT = ("ecshare.cli", "ecshare.commands", "ecshare.doctor", "ecshare.__main__")
 # Rooms that must work without torch or vLLM, or must be fast to import.
 LIGHT = {"torch", "vllm", "transformers"}
 WITHOUT = {
     "ecshare.store": LIGHT,
+    "ecshare.upkeep": LIGHT,
     "ecshare.router": LIGHT,
     "ecshare.transfer": {"vllm", "transformers"},
     "ecshare.encoder.config": LIGHT,

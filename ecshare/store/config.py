@@ -158,6 +158,15 @@ class ConnectorConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fie
     262,144 sightings count. Data that another engine waits for is stored at once: all embeddings of
     an engine that only encodes, and a prompt that [is for another engine](kv.md#saves)."""
 
+    max_bytes: Annotated[int, Meta(gt=0)] | None = None
+    """The most bytes of embeddings, or of KV, in the store. The engines that store clean it, one of
+    them at a time: what was not used for longest goes first. Use the same value on all engines; of
+    different ones the smallest counts. Default: [no limit](upkeep.md)."""
+
+    ttl_hours: Annotated[float, Meta(gt=0)] | None = None
+    """Embeddings, or KV, that no engine has used for so many hours are removed from the store, as
+    with `max_bytes`."""
+
 
 def parse(cls: type[T], raw: Mapping[str, Any], path: str) -> T:
     """Read the options `raw`, which the user wrote at the JSON path `path`, as a `cls`.

@@ -5,6 +5,7 @@
     <kind>/<format version>/<namespace>/<first 2 hex>/<sha256 hex>.gap        it will not be stored
     <kind>/<format version>/manifests/<namespace>                            the namespace's facts
     <kind>/<format version>/sizes/<namespace>/<n>                            chunks have n shards
+    upkeep/1/...                                                            see the end of this file
 
 Every string that a client can choose is hashed before it becomes part of a key.
 """
@@ -12,6 +13,7 @@ Every string that a client can choose is hashed before it becomes part of a key.
 import hashlib
 import json
 import re
+import secrets
 from collections.abc import Mapping
 from enum import StrEnum
 from functools import lru_cache
@@ -189,3 +191,52 @@ def _checked(namespace: str) -> str:
     if not is_namespace(namespace):
         raise ValueError(f"a namespace is 32 hex digits, got {namespace!r}")
     return namespace
+
+
+# What `ecshare.upkeep` keeps in a store. No reader of objects lists this prefix.
+
+UPKEEP_PREFIX = "upkeep/1/"
+USES_PREFIX = "upkeep/1/uses/"
+"""The common prefix of all notes and indexes of when objects were last used."""
+LEASES_PREFIX = "upkeep/1/lease/"
+"""The common prefix of the leases of engines that clean."""
+CLOCK_PREFIX = "upkeep/1/clock/"
+"""The common prefix of objects that exist only to learn the time of the store's clock."""
+CLEANED_PREFIX = "upkeep/1/cleaned/"
+CLEANED_KEY = Key(CLEANED_PREFIX + "last")
+"""An object whose age is the time since the last clean-up began."""
+
+
+def uses_prefix(kind: Kind) -> str:
+    """Return the common prefix of the notes and indexes of one kind."""
+    return f"{USES_PREFIX}{Kind(kind)}/"
+
+
+def new_uses_key(kind: Kind) -> Key:
+    """Return a key that no other note or index has."""
+    return Key(uses_prefix(kind) + secrets.token_hex(16))
+
+
+def new_clock_key() -> Key:
+    """Return a key that no other process uses to learn the store's time."""
+    return Key(CLOCK_PREFIX + secrets.token_hex(16))
+
+
+def lease_key(kind: Kind, slot: int) -> Key:
+    """Return the key whose creator cleans the objects of `kind` in that slot of time."""
+    return Key(f"{LEASES_PREFIX}{Kind(kind)}-{slot}")
+
+
+def use_id(namespace: str, digest: str) -> int:
+    """Return 64 bits that identify all objects of one name: the shards of a chunk, for example.
+
+    `namespace` and `digest` are the levels of an object's key. Both are uniform, so their first 64
+    bits are combined and not hashed again.
+    """
+    return int(namespace[:16], 16) ^ int(digest[:16], 16)
+
+
+def use_id_of(key: Key) -> int:
+    """Return the `use_id` of the object under `key`, which `object_key` has made."""
+    _, _, namespace, _, name = key.split("/")
+    return use_id(namespace, name[:64])

@@ -62,6 +62,7 @@ from ecshare.transfer.save import Saver
 from ecshare.transfer.stats import Stats
 from ecshare.transfer.upkeep.renewal import Record
 from ecshare.transfer.upkeep.start_up import StartUp
+from ecshare.upkeep.record import UseRecord
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +115,8 @@ class TransferEngine:
         """The fingerprint of the key that authenticates objects; "" without a key."""
         self.in_flight = 0
         self.stats = Stats()
+        self.uses = UseRecord()
+        """The objects that were used. The store hears of them by and by, after `start_up`."""
         self._is_closed = False
         self._inline = InlineReads(self.host)
         self._pools = Pools(on_thread_start)
@@ -152,6 +155,7 @@ class TransferEngine:
             ConfigError: as `probe`.
         """
         self._start.begin(record, write=write)
+        self._start.note(self.uses, record.kind, record.namespace)
 
     @property
     def open_breakers(self) -> frozenset[str]:
@@ -287,6 +291,7 @@ class TransferEngine:
             return
         self._is_closed = True
         self._io.stop(timeout_s)
+        self._start.close()
         self._pools.close()
         atexit.unregister(self.stop)
 

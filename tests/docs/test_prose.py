@@ -123,7 +123,7 @@ def test_commands_on_pages_are_run_by_tests(page: Path) -> None:
             case [python, program, *_] if Path(python).name in ("python", "bash"):
                 assert program in RUN_BY_TESTS, words
             case ["ecshare", command, *_]:
-                assert command in ("doctor", "router"), words
+                assert command in ("doctor", "gc", "router"), words
             case [program, *_]:
                 known = program in ("git", "cd", "curl", "openssl", "pip", "export", "vllm")
                 assert known or program in RUN_BY_TESTS, words

@@ -37,6 +37,8 @@ AREAS: list[tuple[str, set[str]]] = [
     ("ecshare/store/", set()),
     ("ecshare/cli.py", {"cli"}),
     ("ecshare/doctor/", {"cli"}),
+    ("ecshare/commands/", {"gc"}),
+    ("ecshare/upkeep/", {"gc"}),
     ("ecshare/__main__.py", {"cli"}),
     ("ecshare/transfer/packing.py", {"engine", "zstd"}),
     ("ecshare/__init__.py", set()),

@@ -299,6 +299,7 @@ class Items:
         if item.phase is Phase.ASKED:
             self._count_wait(item)
         item.phase = phase
+        self._engine.uses.add(item.object_key)
         self.unsaved.pop(item.identifier, None)
 
     def _miss(self, item: Item, reason: str) -> None:

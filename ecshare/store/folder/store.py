@@ -16,11 +16,13 @@ import errno
 import hashlib
 import logging
 import os
+import re
 import secrets
 import stat
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from ecshare.store.errors import (
     ConfigError,
@@ -45,7 +47,8 @@ from ecshare.store.threads import Threads
 
 logger = logging.getLogger(__name__)
 
-_Level = tuple[list[str], list[ObjectInfo]]  # folders and objects
+TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.[0-9]+\.tmp")
+"""The names that `temporary_name` returns."""
 
 # Two threads read a big file faster than one, but not a file smaller than this.
 _SPLIT_BYTES = 4 << 20
@@ -54,6 +57,24 @@ _READ_BYTES = 1 << 18  # small enough to stay in a core's cache between the read
 _PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ETIMEDOUT, errno.ESTALE}
 # Errors of file systems without hard links: vfat, some SMB, some FUSE.
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
+
+
+class TemporaryFile(NamedTuple):
+    """A file that a writer is writing, or has left."""
+
+    path: str
+    """Below the root."""
+    modified_s: float
+    """Seconds since the epoch, by the clock of the file system."""
+
+
+TemporaryFiles = list[TemporaryFile]
+
+
+class _Level(NamedTuple):
+    folders: list[str]
+    objects: list[ObjectInfo]
+    temporary: list[TemporaryFile]
 
 
 class DirectoryStore:
@@ -125,12 +146,22 @@ class DirectoryStore:
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         """See ObjectStore."""
+        async for each in self.list_into(prefix, []):
+            yield each
+
+    async def list_into(self, prefix: str, temporary: TemporaryFiles) -> AsyncIterator[ObjectInfo]:
+        """Do `list`, and append the temporary files that it passes to `temporary`."""
         levels = [Key(prefix.removesuffix("/")) + "/" if prefix else ""]
         while levels:
-            folders, found = await self._threads.run(self._scan, levels.pop())
-            levels += folders
-            for each in found:
+            level = await self._threads.run(self._scan, levels.pop())
+            levels += level.folders
+            temporary += level.temporary
+            for each in level.objects:
                 yield each
+
+    async def remove_temporary(self, files: Sequence[TemporaryFile]) -> None:
+        """Remove temporary files, as `delete` removes objects."""
+        await self._saving.each(self._delete, [file.path for file in files])
 
     async def close(self) -> None:
         """See ObjectStore."""
@@ -139,7 +170,7 @@ class DirectoryStore:
 
     # What follows runs in the store's threads.
 
-    def _path(self, key: Key) -> str:
+    def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
 
     def _get(self, key: Key, sink: Sink) -> None:
@@ -199,7 +230,7 @@ class DirectoryStore:
         return True
 
     @contextlib.contextmanager
-    def _own_errors(self, key: Key) -> Iterator[None]:
+    def _own_errors(self, key: str) -> Iterator[None]:
         """Map errors as `mapped_errors` does, and two more to ObjectUnreadable.
 
         They are: the object's path is a folder, or the path of its folder is a file. A file in the
@@ -216,7 +247,7 @@ class DirectoryStore:
                     raise ObjectUnreadable(f"{key} cannot exist: {folder} is no folder") from exc
                 raise
 
-    def _delete(self, key: Key) -> None:
+    def _delete(self, key: str) -> None:
         with (
             contextlib.suppress(ObjectMissing),
             self._own_errors(key),
@@ -249,7 +280,7 @@ class DirectoryStore:
                 os.unlink(temporary, dir_fd=folder)
 
     @contextlib.contextmanager
-    def _folder_of(self, key: Key, *, make: bool = False) -> Iterator[int]:
+    def _folder_of(self, key: str, *, make: bool = False) -> Iterator[int]:
         """Open the folder of `key`. `make`: make its levels, but never the root itself.
 
         If the root is missing, its file system is no longer mounted, and writing under its path
@@ -313,25 +344,31 @@ class DirectoryStore:
         return _rename(temporary, name, folder)
 
     def _scan(self, level: str) -> _Level:
-        """Return the folders and the objects of one level ("" or "ec/2/")."""
-        folders, found = [], []
+        """Return what is in one level ("" or "ec/2/")."""
+        scanned = _Level([], [], [])
         try:
             with mapped_errors(level), os.scandir(f"{self._root}/{level}") as entries:
                 for entry in entries:
                     key = level + entry.name
-                    if not is_safe_key(key):
+                    is_temporary = TEMPORARY.fullmatch(entry.name) is not None
+                    if not is_temporary and not is_safe_key(key):
                         continue
                     if entry.is_dir(follow_symlinks=False):
-                        folders.append(f"{key}/")
+                        scanned.folders.extend([] if is_temporary else [f"{key}/"])
                         continue
                     with contextlib.suppress(FileNotFoundError):  # removed since
                         status = entry.stat(follow_symlinks=False)
-                        if stat.S_ISREG(status.st_mode):
-                            found.append(ObjectInfo(Key(key), status.st_size, status.st_mtime))
+                        if not stat.S_ISREG(status.st_mode):
+                            continue
+                        if is_temporary:
+                            scanned.temporary.append(TemporaryFile(key, status.st_mtime))
+                        else:
+                            size = status.st_size
+                            scanned.objects.append(ObjectInfo(Key(key), size, status.st_mtime))
         except ObjectMissing as exc:
             if not os.path.isdir(self._root):
                 raise StoreUnavailable(f"the folder {self._root} is gone") from exc
-        return folders, found
+        return scanned
 
 
 def temporary_name() -> str:

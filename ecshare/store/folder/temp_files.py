@@ -5,16 +5,14 @@ import contextlib
 import logging
 import os
 import random
-import re
 import stat
 import time
 from collections.abc import Iterator
 
-from ecshare.store.folder.store import temporary_name
+from ecshare.store.folder.store import TEMPORARY, temporary_name
 
 logger = logging.getLogger(__name__)
 
-_TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.[0-9]+\.tmp")
 # No write takes a day: on the slowest disk its writer would have timed out earlier.
 _MIN_AGE_S = 86_400.0
 # Reading a folder blocks the process's other threads, and loads a file server. After each folder,
@@ -40,7 +38,7 @@ def sweep(root: str) -> int:
         if not _is_due(root, now_s):
             return 0
         for path, status in _files(root):
-            if _TEMPORARY.fullmatch(os.path.basename(path)) and _is_old(status, now_s):
+            if TEMPORARY.fullmatch(os.path.basename(path)) and _is_old(status, now_s):
                 with contextlib.suppress(OSError):
                     os.unlink(path)
                     num_removed += 1

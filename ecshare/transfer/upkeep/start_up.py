@@ -6,18 +6,26 @@ import logging
 import random
 from collections.abc import Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from ecshare.store.cloud.s3_region import wrong_region
-from ecshare.store.config import StoreConfig
+from ecshare.store.config import ConnectorConfig, StoreConfig
 from ecshare.store.errors import ConfigError, StoreBusy, StoreError
 from ecshare.store.folder.temp_files import sweep
+from ecshare.store.integrity import open_integrity
+from ecshare.store.keys import Kind
 from ecshare.store.objects import ObjectStore, probe
+from ecshare.store.open import open_store
 from ecshare.store.secrets import masked_url
 from ecshare.transfer.client.store_client import StoreClient
 from ecshare.transfer.device.affinity import start_unbound
+from ecshare.transfer.upkeep.elected import ElectedCleaner
 from ecshare.transfer.upkeep.namespaces import NamespaceWatch
+from ecshare.transfer.upkeep.noting import note_uses
 from ecshare.transfer.upkeep.renewal import Record, renew, write_record
+from ecshare.upkeep.budget import Budget
+from ecshare.upkeep.record import UseRecord
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +61,14 @@ class StartUp:
         self._watch: NamespaceWatch | None = None
         self._comparing: asyncio.Task[None] | None = None
         self._renewing: asyncio.Task[None] | None = None
+        self._noting: asyncio.Task[None] | None = None
+        self._cleaner: ElectedCleaner | None = None
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
         """Return the background tasks, to be cancelled at the end."""
-        return [task for task in (self._comparing, self._renewing) if task is not None]
+        tasks = (self._comparing, self._renewing, self._noting)
+        return [task for task in tasks if task is not None]
 
     def probe(self, *, write: bool) -> bool:
         """See `TransferEngine.probe`."""
@@ -92,10 +103,15 @@ class StartUp:
             self._watch = watch
             return
         self._block_on(self._start_renewal(record, at_once=serves))
+        self._start_cleaner(record.kind)
         if self._config.folder:
             # A sweep may take long, and no request waits for it. If the process ends first, a later
             # start does the rest.
             start_unbound("ecshare-sweep", sweep, self._config.folder)
+
+    def note(self, uses: UseRecord, kind: Kind, namespace: str) -> None:
+        """Note `uses` in the store from now on, from time to time."""
+        self._block_on(self._start_noting(uses, kind, namespace))
 
     def compare_again(self, *, is_hit: bool) -> None:
         """Record a hit or a miss of a read; compare namespaces if that is due. Do nothing for an
@@ -103,12 +119,37 @@ class StartUp:
         if self._watch is not None and self._watch.is_due(is_hit=is_hit):
             self._comparing = self._loop.create_task(self._watch.compare())
 
+    def close(self) -> None:
+        """End the thread of the cleaner, if there is one."""
+        if self._cleaner is not None:
+            self._cleaner.close()
+
+    def _start_cleaner(self, kind: Kind) -> None:
+        config = self._config
+        if not isinstance(config, ConnectorConfig):
+            return
+        max_bytes = {str(kind): config.max_bytes} if config.max_bytes is not None else {}
+        ttl_hours = {str(kind): config.ttl_hours} if config.ttl_hours is not None else {}
+        if max_bytes or ttl_hours:
+            self._cleaner = ElectedCleaner(
+                partial(open_store, config, self._path),
+                kind,
+                Budget(max_bytes, ttl_hours),
+                open_integrity(config.integrity_key, self._path),
+                config.call_timeout_s,
+            )
+
     async def _start_renewal(self, record: Record, *, at_once: bool) -> None:
         """Write `record`, `at_once` or in some minutes, and renew it from time to time."""
         timeout_s = self._config.io_timeout_s
         is_written = at_once and await write_record(self._store, record, timeout_s)
         renewing = renew(self._store, record, timeout_s, is_written=is_written)
         self._renewing = self._loop.create_task(renewing)
+
+    async def _start_noting(self, uses: UseRecord, kind: Kind, namespace: str) -> None:
+        integrity = open_integrity(self._config.integrity_key, self._path)
+        noting = note_uses(self._store, uses, kind, namespace, integrity, self._config.io_timeout_s)
+        self._noting = self._loop.create_task(noting)
 
     async def _probe_until_ready(self, *, write: bool) -> str:
         """Return why the store did not serve within `io_timeout_s`; "" if it did.

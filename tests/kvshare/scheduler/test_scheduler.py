@@ -1150,3 +1150,42 @@ def test_requests_that_wait_for_memory_cost_at_most_six_calls_each(bench: StartB
     assert saved[0]
     assert not any(saved[1:])
     assert decode_calls_per_request(here, requests) <= MOST_CALLS + 2
+
+
+# --- notes of use ---
+
+
+def test_whole_prompt_counts_as_used_when_its_request_ends(bench: StartBench) -> None:
+    """Also the chunks that are in vLLM's own cache, so that none outlives those before it."""
+    here = bench(chunk_blocks=2, saves=False)
+    request = make_request("r", list(range(5 * BLOCK + 3)), 99)
+    here.run(request, 4 * BLOCK, 5 * BLOCK + 3, [7, 8, 9, 5, 6, 4])
+    request.append_output_token_ids(list(range(2 * BLOCK)))
+    here.go_on(request, 7 * BLOCK, [])
+    here.half.finished(request)
+    hashes = request.block_hashes
+    assert here.engine.uses.take() == [
+        (hashes[1], 0, 2),
+        (hashes[3], 0, 4),
+        (hashes[5], 0, 6),
+        (hashes[4], 0, 5),
+        (hashes[6], 0, 7),
+    ]
+
+
+def test_found_tail_counts_as_used(bench: StartBench) -> None:
+    here = bench()
+    chunks = chunks_of(PROMPT)
+    here.put(chunks)
+    request = make_request("r", PROMPT)
+    here.half.allocated(request, [[50, 51, 52, 53]], here.ask(request))
+    used = {name: position for name, _, position in here.engine.uses.take()}
+    assert used[chunks[-1].key] == len(chunks)
+
+
+def test_request_that_computed_nothing_counts_as_no_use(bench: StartBench) -> None:
+    here = bench()
+    request = make_request("r", PROMPT)
+    here.ask(request)
+    here.half.finished(request)
+    assert here.engine.uses.take() == []

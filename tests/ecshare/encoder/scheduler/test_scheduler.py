@@ -203,6 +203,7 @@ def test_consumer_waits_until_the_item_is_in_the_host_cache(start: Start, store:
     scheduler.allocated(asked, 0)
     (load,) = scheduler.orders({"request": 20}).loads
     assert load.identifier == "picture"
+    assert [name for name, _, _ in scheduler.engine.uses.take()] == [load.key]
     assert scheduler.orders({"request": 1}).loads == ()
     assert scheduler.finished(asked) is None
     assert not scheduler.has("picture")
