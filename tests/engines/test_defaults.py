@@ -47,7 +47,7 @@ def test_default_options_load_stored_prompts(engine: StartEngine, tmp_path: Path
         }
         argument = f"--kv-transfer-config={json.dumps(transfer)}"
         environment = {**ON_V2, **RANK_APART}
-        return engine(name, argument, model=model, environment=environment, as_users=True)
+        return engine(name, argument, model=model, environment=environment)
 
     writer, reader = start("writer"), start("reader")
     writer.wait_ready()

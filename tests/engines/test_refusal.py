@@ -17,9 +17,7 @@ def test_engine_with_impossible_options_does_not_start(engine: StartEngine, tmp_
     (tmp_path / "file").touch()
     host = str(tmp_path / "host")
     dead_s3 = {"key": "k", "secret": "not-for-the-log", "endpoint_url": "http://127.0.0.1:9"}
-    mistyped = engine(
-        "mistyped", ec_argument("consumer", str(tmp_path / "store"), wait=3), as_users=True
-    )
+    mistyped = engine("mistyped", ec_argument("consumer", str(tmp_path / "store"), wait=3))
     unreachable = engine(
         "unreachable",
         kv_argument(
