@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lab.servers.engines import ENVIRONMENT
 from tests.docs.pages import ROOT
 
 pytestmark = pytest.mark.engine
@@ -31,7 +32,8 @@ def test_shared_cache_example_runs(vlm: Path, short_path: Path) -> None:
             *(f"--model={vlm}", f"--url={store}"),
         ],
         cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(short_path)},
+        # One process and one thread for each engine: more spin while other tests need the cores.
+        env={**os.environ, **ENVIRONMENT, "TMPDIR": str(short_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
