@@ -31,8 +31,11 @@ TESTS_OF = {
     for kind in ("engine", "packaging")
 }
 """The files and folders in which `make engines` and `make packaging` look for their tests."""
-LONGEST = ("test_demo.py", "test_examples.py", "test_defaults.py", "test_kv.py")
-"""The files of `make engines` that begin first: minutes each."""
+LONGEST = (
+    *("test_demo.py", "test_examples.py", "test_defaults.py", "test_kv.py"),
+    *("test_models.py", "test_gpu_kit.py", "test_setup.py", "test_programs.py"),
+)
+"""The files that begin first: of `make engines`, minutes each; of `make unit`, 10 s and more."""
 
 StartEngine = Callable[..., EngineProcess]
 
