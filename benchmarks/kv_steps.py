@@ -207,7 +207,7 @@ def stored_bytes(config: VllmConfig) -> Table:
         states_mb = round(len(states) * shape.state_bytes / 1e6)
         table.add(
             *(shape.name, LONG_PROMPT_TOKENS, kv_mb, len(states), states_mb),
-            *(kv_mb + states_mb, len(pieces)),
+            *(float(kv_mb + states_mb), len(pieces)),
         )
     return table
 
