@@ -124,9 +124,10 @@ def test_prompt_of_whole_blocks_is_loaded_but_for_the_last(fleet: Fleet) -> None
 
 
 def test_requests_at_once_get_their_own_states(fleet: Fleet) -> None:
+    # Few answers in bfloat16 are certain: three prompts of a hundred.
     candidates = (prompt_of(number) for number in range(100, 200))
-    prompts = list(islice(filter(partial(is_certain, fleet.plain), candidates), 4))
-    assert len(prompts) == 4
+    prompts = list(islice(filter(partial(is_certain, fleet.plain), candidates), 3))
+    assert len(prompts) == 3
     for prompt in prompts:
         fleet.store(prompt)
     with ThreadPoolExecutor(len(prompts)) as pool:
