@@ -397,7 +397,7 @@ class KVScheduler:
             return
         hashes, size = request.block_hashes, grid.chunk_blocks
         end_block = min(request.num_computed_tokens // grid.block_tokens, len(hashes))
-        names: list[bytes] = hashes[size - 1 : end_block : size]
+        names: Sequence[bytes] = hashes[size - 1 : end_block : size]
         if grid.adapter:
             names = [name + grid.adapter for name in names]
         self._engine.uses.add_chain(names, size)

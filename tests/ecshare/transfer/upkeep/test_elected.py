@@ -31,7 +31,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
     def start(kind: Kind = Kind.KV, *, write: bool = True, **options: float) -> TransferEngine:
         host = f"{tmp_path}/host-{len(started)}"
-        config = KINDS[kind](url=f"{tmp_path}/store", host_cache_dir=host, **options)  # type: ignore[arg-type]
+        config = KINDS[kind](url=f"{tmp_path}/store", host_cache_dir=host, **options)
         engine = TransferEngine(config, "options")
         started.append(engine)
         engine.start_up(kind, NAMESPACE, FACTS, write=write)
