@@ -194,8 +194,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     table = Table(
         "Hit rates of a day",
         ("trace", "chunks", "ours", "LRU", "FIFO", "most chunks of ours, in budgets"),
-        "Shares of all chunks of all prompts. The budget is a tenth of the trace's chunks. Between two "
-        "runs of the cleaner ours exceeds it, and so has some more hits; the others never do.",
+        "Shares of all chunks of all prompts. The budget is a tenth of the trace's chunks. Between "
+        "two runs of the cleaner ours exceeds it, and so has more hits; the others never do.",
     )
     for name, (ours, lru, fifo), num in simulate(num_requests):
         largest = ours.largest / ours.most_chunks
