@@ -29,7 +29,7 @@ NEEDS_NAMESPACES = pytest.mark.skipif(
     [
         "router",
         "codecs",
-        *nightly("store", "in_flight", "gpu", "load_or_compute"),
+        *nightly("store", "in_flight", "gpu", "load_or_compute", "evictions"),
         pytest.param("router_hostile", marks=[NEEDS_NAMESPACES, pytest.mark.nightly]),
         # They start no engine, but loading and configuring vLLM takes as long.
         pytest.param("kv_cache", marks=pytest.mark.engine),

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cleaner over every back end, and over one that fails in the middle."""
+
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from ecshare.store.config import StoreConfig
+from ecshare.store.errors import StoreBusy, StoreUnavailable
+from ecshare.store.folder.store import DirectoryStore
+from ecshare.store.fsspec.store import FsspecStore, open_fsspec
+from ecshare.store.keys import CLEANED_KEY, Key, Kind, new_uses_key, use_id_of
+from ecshare.store.objects import ObjectStore
+from ecshare.store.open import open_store
+from ecshare.upkeep import clean as module
+from ecshare.upkeep.budget import ALL, Budget
+from ecshare.upkeep.clean import Cleaner
+from ecshare.upkeep.uses import Uses, pack
+from tests.ecshare.store.azurite import Azurite
+from tests.ecshare.store.conftest import Bucket, azure_config, azurite, gcs, gcs_config, seaweedfs
+from tests.ecshare.store.gcs_server import GCS
+from tests.ecshare.upkeep.stores import kept, kv, note, put
+
+__all__ = ["azurite", "gcs", "seaweedfs"]
+
+NUM = 40
+FOREIGN = Key("foreign/object")
+
+
+async def check(store: ObjectStore) -> None:
+    """Store a chain, note it, and clean the store to half of it; then once more, to a quarter."""
+    chain = [kv(str(n)) for n in range(NUM)]
+    for key in chain:
+        await store.put(key, bytes(100))
+    await store.put(FOREIGN, b"x")
+    note = new_uses_key(Kind.KV)
+    uses = Uses.of((use_id_of(key), 1, n + 1) for n, key in enumerate(chain))
+    await store.put(note, pack(uses, note, None))
+    for num in (NUM // 2, NUM // 4):
+        await Cleaner(store, Budget({ALL: num * 104})).run()
+        stays = await store.exists(chain)
+        assert stays == [n < num for n in range(NUM)]
+    left = {info.key async for info in store.list("")} - set(chain[: NUM // 4])
+    assert left >= {FOREIGN, CLEANED_KEY}
+    assert len(left) == 3, "and the index"
+    await store.close()
+
+
+async def test_memory() -> None:
+    await check(open_store(StoreConfig(url=f"memory://{uuid.uuid4().hex}/cache"), "options"))
+
+
+async def test_files_through_fsspec(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    await check(open_fsspec(StoreConfig(url=f"file://{tmp_path}/cache"), "options"))
+
+
+@pytest.mark.s3
+async def test_s3(seaweedfs: Bucket) -> None:
+    store = open_store(seaweedfs.config(), "options")
+    assert not isinstance(store, FsspecStore)
+    await check(store)
+
+
+@pytest.mark.s3
+@pytest.mark.nightly
+async def test_s3_through_s3fs(seaweedfs: Bucket) -> None:
+    await check(open_fsspec(seaweedfs.config(), "options"))
+
+
+async def test_google(gcs: GCS) -> None:
+    await check(open_store(gcs_config(gcs), "options"))
+
+
+@pytest.mark.azure
+@pytest.mark.nightly
+async def test_azure(azurite: Azurite) -> None:
+    await check(open_store(azure_config(azurite), "options"))
+
+
+class Failing(DirectoryStore):
+    """Serves some calls of `delete`, then fails `num_failures` times."""
+
+    num_served = 1
+    num_failures = 1000
+    error: Exception = StoreUnavailable("the disk is gone")
+
+    async def delete(self, keys: Sequence[Key]) -> None:
+        if self.num_served or not self.num_failures:
+            self.num_served -= 1
+            await super().delete(keys)
+        else:
+            self.num_failures -= 1
+            raise self.error
+
+
+@pytest.fixture
+def chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Key]:
+    """A noted chain of 100 chunks, of which 10 are removed at once."""
+    monkeypatch.setattr(module, "_PAGE", 10)
+    monkeypatch.setattr(module, "_PAUSE_S", 0.0)
+    chain = [kv(str(n)) for n in range(100)]
+    for key in chain:
+        put(tmp_path, key, hours=9)
+    note(tmp_path, [(key, 1, n + 1) for n, key in enumerate(chain)])
+    return chain
+
+
+async def test_store_that_fails_in_the_middle_keeps_the_beginning_and_the_notes(
+    tmp_path: Path, chain: list[Key]
+) -> None:
+    store = Failing(str(tmp_path))
+    cleaner = Cleaner(store, Budget({ALL: 5000}))
+    with pytest.raises(StoreUnavailable, match="the disk is gone"):
+        await cleaner.run()
+    assert (cleaner.report.num_removed, cleaner.report.num_to_remove) == (10, 52)
+    assert kept(tmp_path) == set(chain[:90])
+    store.num_failures = 0
+    await Cleaner(store, Budget({ALL: 5000})).run()
+    assert kept(tmp_path) == set(chain[:48])
+    await store.close()
+
+
+async def test_store_that_is_busy_for_a_while_is_asked_again(
+    tmp_path: Path, chain: list[Key]
+) -> None:
+    store = Failing(str(tmp_path))
+    store.num_failures, store.error = 2, StoreBusy("slow down")
+    await Cleaner(store, Budget({ALL: 5000})).run()
+    assert kept(tmp_path) == set(chain[:48])
+    await store.close()
