@@ -10,6 +10,7 @@ is known. `seal` then writes the header in front, and the slab is sent as it is.
 normative. An attacker may have written any object, so sizes are bounded before they are used.
 """
 
+import json
 import math
 import struct
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from msgspec import Struct
 from ecshare import __version__
 from ecshare.store.errors import ObjectCorrupt
 from ecshare.store.integrity import Integrity
-from ecshare.store.keys import FORMAT_VERSION, JSON, canonical_json
+from ecshare.store.keys import FORMAT_VERSION, JSON
 
 PROLOGUE_BYTES: Final = 4096
 TENSOR_NAME: Final = "tensor"
@@ -174,15 +175,11 @@ def seal(slab: memoryview, spec: TensorSpec, key: str, integrity: Integrity | No
             f"cannot seal: the slab has {len(raw)} bytes, "
             f"its spec asks for {PROLOGUE_BYTES + spec.num_bytes}"
         )
-    try:
-        attributes = canonical_json(spec.attributes).decode()
-    except RecursionError:  # msgspec reads more levels than Python can write
-        raise ValueError("cannot seal: its attributes have too many levels") from None
     metadata = _Metadata(
         format=str(FORMAT_VERSION),
         key=str(key),
         checksum="",
-        attributes=attributes,
+        attributes=_json(spec.attributes),
         producer=__version__,
     )
     payload = raw[PROLOGUE_BYTES:]
@@ -302,7 +299,7 @@ def invalid_reason(spec: TensorSpec) -> str | None:
 
 def _signed_fields(spec: TensorSpec, metadata: _Metadata) -> bytes:
     """Return the fields that the checksum and the MAC cover, besides the payload."""
-    return canonical_json(
+    text = _json(
         [
             FORMAT_VERSION,
             metadata.key,
@@ -312,6 +309,20 @@ def _signed_fields(spec: TensorSpec, metadata: _Metadata) -> bytes:
             metadata.producer,
         ]
     )
+    return text.encode("ascii")
+
+
+def _json(value: JSON) -> str:
+    """Return the only JSON text of `value`: sorted keys, no blanks, ASCII.
+
+    Raises:
+        ValueError: it has NaN, infinity, or more levels than Python can write, though msgspec can
+            read them.
+    """
+    try:
+        return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except RecursionError:
+        raise ValueError("its attributes have too many levels") from None
 
 
 def _checksum(signed: bytes, payload: memoryview) -> str:
