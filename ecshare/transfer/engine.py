@@ -384,10 +384,10 @@ class JobService:
             # Also after a cancellation that arrived when the work had ended.
             self._serving.discard(handle)
         self.done.put(_end_of(handle, outcome, value, moved))
-        # Plain look-ups are for other hosts.
-        if isinstance(job, Fetch | MultiLookup) and outcome in (Outcome.OK, Outcome.MISSING):
-            is_fetched = isinstance(job, Fetch) and outcome is Outcome.OK
-            self._start.compare_again(is_hit=is_fetched or bool(value))
+        if self._start.is_watching and outcome in (Outcome.OK, Outcome.MISSING):
+            is_hit = job.is_hit(outcome, value)
+            if is_hit is not None:
+                self._start.compare_again(is_hit=is_hit)
         if isinstance(job, Put) and outcome is Outcome.UNAVAILABLE:
             await self._give_up(handle, job)
 

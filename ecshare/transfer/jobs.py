@@ -84,6 +84,13 @@ Accepts = Callable[[TensorSpec], bool]
 class Job(Struct, Generic[R], frozen=True):
     """Work for the transfer engine whose result is an `R`."""
 
+    def is_hit(self, outcome: Outcome, value: R | None) -> bool | None:
+        """Return whether it found something for this engine itself; None: it looked for nothing.
+
+        `outcome`: OK or MISSING. `value`: its result, if it has one.
+        """
+        return None
+
 
 class Put(Job[None], frozen=True):
     """Store the object in `slab` under `key`. The engine owns `slab` from now on.
@@ -129,6 +136,10 @@ class Fetch(Job[StoredObject], frozen=True):
     in_store: bool = False
     may_be_given_up: bool = False
 
+    def is_hit(self, outcome: Outcome, value: StoredObject | None) -> bool | None:
+        """See Job. The outcome decides: with a `use`, there is no value."""
+        return outcome is Outcome.OK
+
 
 class GiveUp(Job[None], frozen=True):
     """Leave a note for waiting readers that the announced object under `key` will not be stored.
@@ -159,6 +170,10 @@ class Lookup(Job[tuple[bool, ...]], frozen=True):
     timeout_s: float
     store_only: bool = False
 
+    def is_hit(self, outcome: Outcome, value: tuple[bool, ...] | None) -> bool | None:
+        """See Job. A `store_only` look-up is for other hosts."""
+        return None if self.store_only else any(value or ())
+
 
 LookupRounds = Generator[Sequence[Key], Sequence[Tier | None], R]
 """Yields keys, receives where each exists (None: nowhere), and returns the job's result."""
@@ -173,6 +188,10 @@ class MultiLookup(Job[R], frozen=True):
 
     questions: Callable[[], LookupRounds[R]]
     timeout_s: float
+
+    def is_hit(self, outcome: Outcome, value: R | None) -> bool | None:
+        """See Job. A result is true if it found something."""
+        return bool(value)
 
 
 class Run(Job[R], frozen=True):

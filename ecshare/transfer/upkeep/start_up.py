@@ -59,6 +59,8 @@ class StartUp:
         self._client = client
         self._loop = loop
         self._watch: NamespaceWatch | None = None
+        self.is_watching = False
+        """True for an engine that only reads: its reads are reported to `compare_again`."""
         self._comparing: asyncio.Task[None] | None = None
         self._renewing: asyncio.Task[None] | None = None
         self._noting: asyncio.Task[None] | None = None
@@ -100,7 +102,7 @@ class StartUp:
             # No time-out is needed: `compare` has its own, and never raises.
             self._block_on(watch.compare())
         if not write:
-            self._watch = watch
+            self._watch, self.is_watching = watch, True
             return
         self._block_on(self._start_renewal(record, at_once=serves))
         self._start_cleaner(record.kind)
@@ -114,8 +116,7 @@ class StartUp:
         self._block_on(self._start_noting(uses, kind, namespace))
 
     def compare_again(self, *, is_hit: bool) -> None:
-        """Record a hit or a miss of a read; compare namespaces if that is due. Do nothing for an
-        engine that also writes."""
+        """Record a hit or a miss of a read; compare namespaces if that is due."""
         if self._watch is not None and self._watch.is_due(is_hit=is_hit):
             self._comparing = self._loop.create_task(self._watch.compare())
 

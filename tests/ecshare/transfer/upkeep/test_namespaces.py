@@ -16,7 +16,7 @@ from ecshare.store.objects import ObjectStore
 from ecshare.store.open import open_store
 from ecshare.transfer.client.store_client import StoreClient
 from ecshare.transfer.engine import TransferEngine
-from ecshare.transfer.jobs import Fetch, Job, LookupRounds, MultiLookup, StoredObject
+from ecshare.transfer.jobs import Fetch, Job, Lookup, LookupRounds, MultiLookup, StoredObject
 from ecshare.transfer.upkeep import namespaces
 from ecshare.transfer.upkeep.namespaces import NamespaceWatch
 from ecshare.transfer.upkeep.renewal import Record
@@ -131,7 +131,7 @@ def find_key() -> LookupRounds[bool]:
     return tier is not None
 
 
-@pytest.mark.parametrize("job", [Fetch(KEY, 5), MultiLookup(find_key, 5)])
+@pytest.mark.parametrize("job", [Fetch(KEY, 5), Lookup((KEY,), 5), MultiLookup(find_key, 5)])
 def test_reader_started_first_logs_the_writers_namespace_on_a_miss(
     start: Start, said: Said, job: Job[Any]
 ) -> None:
