@@ -25,6 +25,7 @@ def _classes(*names: str) -> dict[str, Any]:
 _SPECS = ("Attention", "ChunkedLocalAttention", "FullAttention", "KVCache", "MLAAttention")
 _MODULES: Mapping[str, Mapping[str, Any]] = {
     "vllm": {"__version__": "none"},
+    "vllm.config.cache": {"CacheDType": str},
     "vllm.distributed.ec_transfer.ec_connector.base": _classes(
         "ECConnectorMetadata", "ECConnectorWorkerMetadata"
     ),
@@ -35,7 +36,7 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
     "vllm.v1.core.kv_cache_utils": _classes("generate_block_hash_extra_keys", "hash_block_tokens"),
     "vllm.v1.kv_cache_interface": {
         **_classes(*(f"{name}Spec" for name in (*_SPECS, "SlidingWindow", "Mamba"))),
-        **_classes("UniformTypeKVCacheSpecs"),
+        **_classes("UniformTypeKVCacheSpecs", "get_kv_quant_mode"),
         "KVQuantMode": type("KVQuantMode", (), {"NONE": 0, "FP8_PER_TENSOR": 1}),
     },
     "vllm.v1.request": _classes("Request"),

@@ -19,7 +19,7 @@ PLAYED = [
     for rule, name in enumerate(RULES)
     for number, (runner, roles) in enumerate(COMBINATIONS)
 ]
-OPTIONS = {"url": "{folder}", "host_cache_dir": "{host}", "wait_s": 1}
+OPTIONS = {"url": "{folder}", "host_cache_dir": "{host}", "wait_s": 3}
 
 
 @pytest.fixture(scope="module")

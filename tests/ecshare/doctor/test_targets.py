@@ -28,9 +28,11 @@ EVERY = {
     "host_cache_bytes": 4,
     "integrity_key": "8f1c6e0b5a9d47233be1f0a47c5d9286e3b14f7a08c2d6599a61e7f4350bd8c2",
 }
+BUDGET = {"max_bytes": 5, "ttl_hours": 0.5}
 OWN: dict[type[StoreConfig], dict[str, Any]] = {
-    EncoderConfig: {"save": "durable", "save_after": 2},
+    EncoderConfig: {**BUDGET, "save": "durable", "save_after": 2},
     KVConfig: {
+        **BUDGET,
         "chunk_tokens": 512,
         "tails": "salted",
         "save_after": 2,
