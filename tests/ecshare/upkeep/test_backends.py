@@ -18,9 +18,9 @@ from ecshare.upkeep import clean as module
 from ecshare.upkeep.budget import ALL, Budget
 from ecshare.upkeep.clean import Cleaner
 from ecshare.upkeep.uses import Uses, pack
+from tests.bad_s3.server import BadS3
 from tests.ecshare.store.azurite import Azurite
 from tests.ecshare.store.conftest import Bucket, azure_config, azurite, gcs, gcs_config, seaweedfs
-from tests.ecshare.store.gcs_server import GCS
 from tests.ecshare.upkeep.stores import kept, kv, note, put
 
 __all__ = ["azurite", "gcs", "seaweedfs"]
@@ -70,7 +70,7 @@ async def test_s3_through_s3fs(seaweedfs: Bucket) -> None:
     await check(open_fsspec(seaweedfs.config(), "options"))
 
 
-async def test_google(gcs: GCS) -> None:
+async def test_google(gcs: BadS3) -> None:
     await check(open_store(gcs_config(gcs), "options"))
 
 
