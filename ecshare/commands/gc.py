@@ -3,6 +3,7 @@
 
 import argparse
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -76,8 +77,9 @@ async def _clean(target: Target, budget: Budget, options: argparse.Namespace) ->
     )
     try:
         report = await cleaner.run()
-        await cleaner.name_models()
-    except StoreError as exc:
+        if options.json or options.dry_run:
+            await cleaner.name_models()
+    except (StoreError, OSError) as exc:  # or no room for the names
         print(_failure(config, cleaner.report, exc), file=sys.stderr, flush=True)
         return FAILED
     finally:
@@ -86,7 +88,7 @@ async def _clean(target: Target, budget: Budget, options: argparse.Namespace) ->
     return 0
 
 
-def _failure(config: StoreConfig, report: Report, exc: StoreError) -> str:
+def _failure(config: StoreConfig, report: Report, exc: StoreError | OSError) -> str:
     done = f"{report.num_removed:,} of {report.num_to_remove:,} objects were removed"
     words = printable(str(exc))
     return f"ecshare gc: {printable(masked_url(config.url))}: {words}; {done}; run it again"
@@ -96,7 +98,7 @@ def _show(config: StoreConfig, report: Report, options: argparse.Namespace) -> N
     url = printable(masked_url(config.url))
     if options.json:
         shown = {"url": url, "dry_run": options.dry_run, **msgspec.to_builtins(report)}
-        print(msgspec.json.encode(shown).decode(), flush=True)
+        print(json.dumps(shown), flush=True)  # all but ASCII is escaped: names are from the store
         return
     if options.dry_run:
         for line in table(report):

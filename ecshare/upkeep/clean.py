@@ -7,6 +7,7 @@ another has removed it meanwhile lists the notes again, and finds that index.
 """
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
@@ -21,6 +22,8 @@ from ecshare.store.errors import (
     ObjectCorrupt,
     ObjectMissing,
     StoreBusy,
+    StoreDenied,
+    StoreError,
     StoreUnavailable,
 )
 from ecshare.store.folder.store import DirectoryStore, TemporaryFile
@@ -45,6 +48,7 @@ T = TypeVar("T")
 
 _PAGE = 1000
 _SLICE = 50  # lines of a listing: a hook of an engine waits no longer than for these
+_MOST_REFUSED = 3  # one after the other
 _BATCHES = 4  # of removals at once, where the store serves many calls
 _READS = 16
 # Any writer to the store may add notes of any number and size.
@@ -61,6 +65,8 @@ _TEMPORARY_S = 3600.0
 # Manifests are renewed every 6 hours at least.
 _FEWEST_RECORD_MINUTES = 12 * 60
 _RECORD_MINUTES = 7 * 24 * 60
+# Temporary files elsewhere are not ours, whatever their names.
+_OURS = re.compile(r"(?:ec|kv|router|upkeep|probe)/")
 _TRIES = 3
 _PAUSE_S = 1.0
 
@@ -142,6 +148,8 @@ class Cleaner:
         self._most_s = most_s
         self._is_dry = is_dry
         self._begun_s = time.monotonic()
+        self._refusal: StoreError | None = None
+        """The first error of an object that could not be removed, though the store serves."""
 
     async def run(self) -> Report:
         """Clean, and return the report.
@@ -151,9 +159,9 @@ class Cleaner:
         """
         inventory, temporary = Inventory(), list[TemporaryFile]()
         try:
-            now_s = 0.0 if self._is_dry else await self._mark()
-            newest_s = await self._list(inventory, temporary)
-            now_s = now_s or max(newest_s, time.time())
+            # A dry run writes nothing, so it cannot learn the store's time.
+            now_s = time.time() if self._is_dry else await self._mark()
+            await self._list(inventory, temporary)
             await self._clean(inventory, temporary, now_s)
         finally:
             inventory.close()
@@ -173,21 +181,27 @@ class Cleaner:
         self.report.num_to_remove = len(chosen)
         self.report.rows = _rows(inventory, chosen)
         others = self._others(inventory, chosen, merged, now)
-        left = [file for file in temporary if now_s - file.modified_s > _TEMPORARY_S]
+        left = [
+            file
+            for file in temporary
+            if now_s - file.modified_s > _TEMPORARY_S and _OURS.match(file.path)
+        ]
         if self._is_dry:
             self.report.num_others_removed = len(others)
             self.report.num_temporary_removed = len(left)
             return
-        await self._remove(inventory, chosen)
+        removed = await self._remove(inventory, chosen)
         # Exact: if the ages in an index were rounded anew in each run, they would drift.
         later = int((now_s + time.monotonic() - self._begun_s) // 60) - now
-        await self._write_index(inventory, ages, chosen, unmatched, later)
+        await self._write_index(inventory, ages, removed, unmatched, later)
         for some in _batched([*others, *merged], _PAGE):
-            await self._steady(lambda some=some: self._store.delete(some))  # type: ignore[misc]
+            await self._delete(some)
         self.report.num_others_removed = len(others)
         if left and isinstance(self._store, DirectoryStore):
             await self._store.remove_temporary(left)
             self.report.num_temporary_removed = len(left)
+        if self._refusal is not None:
+            raise self._refusal
 
     async def name_models(self) -> None:
         """Fill in the models of the rows, as far as there are manifests.
@@ -221,9 +235,8 @@ class Cleaner:
                     return info.modified_s
         raise StoreUnavailable("the store does not state when objects were stored")
 
-    async def _list(self, inventory: Inventory, temporary: list[TemporaryFile]) -> float:
-        """List the store; return the latest time of modification."""
-        newest_s = 0.0
+    async def _list(self, inventory: Inventory, temporary: list[TemporaryFile]) -> None:
+        """List the store."""
         prefixes = [*(f"{kind}/" for kind in self._kinds), UPKEEP_PREFIX]
         for prefix in [""] if len(self._kinds) == len(Kind) else prefixes:
             if isinstance(self._store, DirectoryStore):
@@ -235,8 +248,6 @@ class Cleaner:
                     for info in some:
                         inventory.add(info)
                     await self._pace()
-                newest_s = max([newest_s, *(info.modified_s for info in page)])
-        return newest_s
 
     async def _pages(self, listing: AsyncIterator[ObjectInfo]) -> AsyncIterator[list[ObjectInfo]]:
         """Yield the lines of a listing, some at a time.
@@ -327,30 +338,49 @@ class Cleaner:
 
     # --- writing ---
 
-    async def _remove(self, inventory: Inventory, chosen: NDArray[np.int64]) -> None:
-        """Remove objects in order, so that what is left after a failure is of use."""
-        batches = _batched(inventory.keys(chosen), _PAGE)
-        at_once = _BATCHES if self._store.serves_many else 1
-        for some in _batched(batches, at_once):
+    async def _remove(self, inventory: Inventory, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Remove objects in order, so that what is left after a failure is of use. Return those
+        that were removed; of a batch that is refused none counts, though some may be gone."""
+        removed = [np.zeros(0, np.int64)]
+        batches = _batched(range(0, len(chosen), _PAGE), _BATCHES if self._store.serves_many else 1)
+        num_refused = 0
+        for starts in batches:
             if time.monotonic() - self._begun_s > self._most_s:
                 self.report.is_whole = False
-                return
-            await asyncio.gather(
-                *(self._steady(lambda keys=keys: self._store.delete(keys)) for keys in some)  # type: ignore[misc]
-            )
-            self.report.num_removed += sum(map(len, some))
+                break
+            parts = [chosen[start : start + _PAGE] for start in starts]
+            ended = await asyncio.gather(*(self._delete([*inventory.keys(part)]) for part in parts))
+            removed += [part for part, is_gone in zip(parts, ended, strict=True) if is_gone]
+            self.report.num_removed = sum(map(len, removed))
+            num_refused = 0 if any(ended) else num_refused + 1
+            if num_refused == _MOST_REFUSED:  # it is not a matter of single objects
+                break
             await self._pace()
+        return np.concatenate(removed)
+
+    async def _delete(self, keys: Sequence[Key]) -> bool:
+        """Return whether all these objects are gone. One that cannot be removed does not end the
+        run: the next one would meet it again, before all others.
+
+        Raises:
+            StoreError: the store failed.
+        """
+        try:
+            await self._steady(lambda: self._store.delete(keys))
+        except (StoreDenied, ObjectCorrupt) as exc:
+            self._refusal = self._refusal or exc
+            return False
+        return True
 
     async def _write_index(
         self,
         inventory: Inventory,
         ages: Ages,
-        chosen: NDArray[np.int64],
+        removed: NDArray[np.int64],
         unmatched: dict[Kind, Uses],
         later: int,
     ) -> None:
         """Store what is known of all that stays. `later`: the minutes since the ages were taken."""
-        removed = chosen[: self.report.num_removed]
         for kind in self._kinds:
             spaces = [n for n, space in enumerate(inventory.spaces) if space.kind == kind]
             known = _joined([ages.index(removed, spaces, later), unmatched[kind]])

@@ -4,6 +4,7 @@
 A listing of a bucket costs a request for each thousand keys, so there is only one.
 """
 
+import math
 import os
 import re
 import tempfile
@@ -38,8 +39,14 @@ _OF_NAMESPACE = re.compile(
     rf"((?:ec|kv)/{FORMAT_VERSION})/(?:manifests/([0-9a-f]{{32}})|sizes/([0-9a-f]{{32}})/[0-9]{{1,6}})"
 )
 _OLD_RECORD = re.compile(r"(?:ec|kv)/([0-9]{1,4})/(?:manifests|sizes)/[0-9a-f]{32}(?:/[0-9]{1,6})?")
-# Left by a process that was killed.
-_LEFT = re.compile(r"doctor-[0-9a-f]{16}|probe/taking-[0-9a-f]{16}")
+# Leases that are over, and what a killed process has left.
+_LEFT = re.compile(
+    r"doctor-[0-9a-f]{16}|probe/taking-[0-9a-f]{16}"
+    rf"|{LEASES_PREFIX}(?:ec|kv)-[0-9]{{1,12}}|{CLOCK_PREFIX}[0-9a-f]{{32}}"
+)
+_USES = re.compile(rf"{USES_PREFIX}(?:ec|kv)/[0-9a-f]{{32}}")
+# More than an object can have; a million such sizes have a sum of 64 bits.
+_MOST_BYTES = 1 << 44
 # An entry of the buffers for vLLM before V1, or the marker of one that was taken.
 _BUFFERED = re.compile(r"[0-9a-f]{1,8}-[0-9a-f]{12}-[0-9a-f]{10}")
 _GAP = "gap"
@@ -109,9 +116,12 @@ class Inventory:
     def add(self, info: ObjectInfo) -> None:
         """Add one line of the listing."""
         found = _OBJECT.fullmatch(info.key)
-        minute = max(0, min(int(info.modified_s // 60), 0xFFFFFFFF))
+        # A faulty server may state any size and time.
+        is_time = math.isfinite(info.modified_s)
+        minute = max(0, min(int(info.modified_s // 60), 0xFFFFFFFF)) if is_time else 0
+        num_bytes = max(0, min(info.num_bytes, _MOST_BYTES))
         if found is None:
-            self._add_small(Small(info.key, info.num_bytes, minute))
+            self._add_small(Small(info.key, num_bytes, minute))
             return
         prefix, namespace, _, digest, part = found.groups()
         role = _role(prefix, part)
@@ -122,7 +132,7 @@ class Inventory:
         columns, kind = self._columns, prefix.partition("/")[0]
         # That an object will not be stored says nothing about its last use.
         columns.ids.append(use_id(namespace or "0", digest) ^ (role is Role.GAPS))
-        columns.sizes.append(max(0, info.num_bytes))
+        columns.sizes.append(num_bytes)
         columns.minutes.append(minute)
         columns.spaces.append(self._number_of(Space(role, prefix, kind, namespace or "")))
         self._names.append(name)
@@ -141,8 +151,8 @@ class Inventory:
         owned = _OF_NAMESPACE.fullmatch(key)
         old = _OLD_RECORD.fullmatch(key)
         is_old = old is not None and int(old[1]) < FORMAT_VERSION
-        is_left = is_old or key.startswith((LEASES_PREFIX, CLOCK_PREFIX)) or _LEFT.fullmatch(key)
-        if not (owned or is_left or key.startswith(USES_PREFIX)):
+        is_left = is_old or _LEFT.fullmatch(key)
+        if not (owned or is_left or _USES.fullmatch(key)):
             self.num_foreign += 1
             return
         self._num_others += 1

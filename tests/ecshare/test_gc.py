@@ -94,6 +94,18 @@ def test_json_is_one_line(gc: Gc, tmp_path: Path) -> None:
     assert (row["kind"], row["namespace"], row["removed_bytes"]) == ("kv", NAMESPACE, 100)
 
 
+def test_json_escapes_names_of_the_store(gc: Gc, tmp_path: Path) -> None:
+    facts = {"model": "\ud800\x9b2J"}
+    own = namespace_digest(facts)
+    (tmp_path / manifest_key(Kind.KV, own)).parent.mkdir(parents=True)
+    (tmp_path / manifest_key(Kind.KV, own)).write_text(json.dumps(facts))
+    put(tmp_path, kv("x", namespace=own), hours=1)
+    status, out, _ = gc("--ttl", "24", "--json")
+    assert status == 0
+    assert out.isascii()
+    assert json.loads(out)["rows"][0]["model"] == facts["model"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

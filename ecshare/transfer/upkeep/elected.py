@@ -89,7 +89,7 @@ class ElectedCleaner:
             if not is_elected:
                 return
             report = await cleaner.run()
-        except (StoreError, TimeoutError, OSError) as exc:
+        except Exception as exc:  # noqa: BLE001 — the next turn may go well, and the engine goes on
             num = cleaner.report.num_removed
             logger.warning("the store could not be cleaned (%d objects removed): %s", num, exc)
             return

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ecshare.store.config import StoreConfig
-from ecshare.store.errors import StoreBusy, StoreUnavailable
+from ecshare.store.errors import StoreBusy, StoreDenied, StoreUnavailable
 from ecshare.store.folder.store import DirectoryStore
 from ecshare.store.fsspec.store import FsspecStore, open_fsspec
 from ecshare.store.keys import CLEANED_KEY, Key, Kind, new_uses_key, use_id_of
@@ -130,4 +130,43 @@ async def test_store_that_is_busy_for_a_while_is_asked_again(
     store.num_failures, store.error = 2, StoreBusy("slow down")
     await Cleaner(store, Budget({ALL: 5000})).run()
     assert kept(tmp_path) == set(chain[:48])
+    await store.close()
+
+
+class Locked(DirectoryStore):
+    """Refuses to remove one object, after it has removed those before it."""
+
+    locked = Key("none")
+
+    async def delete(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            if key == self.locked:
+                raise StoreDenied("Operation not permitted")
+            await super().delete([key])
+
+
+async def test_object_that_cannot_be_removed_keeps_at_most_its_batch(
+    tmp_path: Path, chain: list[Key]
+) -> None:
+    store = Locked(str(tmp_path))
+    store.locked = chain[99]  # the first to go
+    cleaner = Cleaner(store, Budget({ALL: 0}))
+    with pytest.raises(StoreDenied, match="not permitted"):
+        await cleaner.run()
+    assert kept(tmp_path) == set(chain[90:])
+    assert cleaner.report.num_removed == 90
+    uses = list((tmp_path / "upkeep/1/uses/kv").iterdir())
+    assert len(uses) == 1, "the note is merged"
+    await store.close()
+
+
+async def test_store_that_refuses_all_removals_is_not_asked_for_each(
+    tmp_path: Path, chain: list[Key]
+) -> None:
+    store = Failing(str(tmp_path))
+    store.num_served, store.error = 0, StoreDenied("read only")
+    with pytest.raises(StoreDenied, match="read only"):
+        await Cleaner(store, Budget({ALL: 0})).run()
+    assert store.num_failures > 990
+    assert kept(tmp_path) == set(chain)
     await store.close()

@@ -4,6 +4,7 @@
 import asyncio
 import os
 import time
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ from ecshare.store.keys import (
     new_clock_key,
     tp_size_key,
 )
+from ecshare.store.objects import ObjectInfo
 from ecshare.upkeep.budget import ALL, Budget
 from ecshare.upkeep.clean import Cleaner, Report
+from ecshare.upkeep.inventory import Inventory
 from tests.ecshare.upkeep.stores import (
     NAMESPACE,
     OTHER,
@@ -232,8 +235,10 @@ async def test_temporary_files_of_killed_writers_go_after_an_hour(tmp_path: Path
     put(tmp_path, stale, hours=1.1)
     put(tmp_path, fresh, hours=0.5)
     put(tmp_path, f"{folder}/.hidden", hours=50)
+    foreign = f"other/.{'0' * 16}.7.tmp"
+    put(tmp_path, foreign, hours=50)
     report = await clean(tmp_path)
-    assert kept(tmp_path) == {key, fresh, f"{folder}/.hidden"}
+    assert kept(tmp_path) == {key, fresh, f"{folder}/.hidden", foreign}
     assert report.num_temporary_removed == 1
 
 
@@ -247,6 +252,9 @@ FOREIGN = (
     "doctor-1",
     "upkeep/2/uses/x",
     f"upkeep/1/other/{'a' * 32}",
+    "upkeep/1/lease/mine",
+    "upkeep/1/clock/readme.txt",
+    "upkeep/1/uses/kv/readme.txt",
 )
 
 
@@ -278,6 +286,22 @@ async def test_cleaner_of_one_kind_leaves_the_other_and_its_notes(tmp_path: Path
     assert kept(tmp_path) == {ec("x")}
     assert noted in files(tmp_path)
     assert report.num_notes == 0
+
+
+async def test_dry_run_is_not_misled_by_a_file_of_the_future(tmp_path: Path) -> None:
+    put(tmp_path, kv("fresh"), hours=1)
+    put(tmp_path, "readme.txt", hours=-999 * DAYS)
+    assert (await clean(tmp_path, ttl={ALL: 24}, is_dry=True)).num_to_remove == 0
+
+
+async def test_sizes_and_times_of_a_faulty_server_do_no_harm() -> None:
+    inventory = Inventory()
+    for n, (size, at) in enumerate([(1 << 63, 0.0), (1 << 64, nan), (-5, inf), (1 << 99, -inf)]):
+        inventory.add(ObjectInfo(kv(str(n)), size, at))
+    _, sizes, minutes, _ = inventory.arrays()
+    assert int(sizes.sum()) == 3 << 44
+    assert not minutes.any()
+    inventory.close()
 
 
 async def test_dry_run_changes_nothing(tmp_path: Path) -> None:
@@ -336,10 +360,9 @@ async def test_cleaner_finds_the_index_of_one_that_removed_its_notes(
     cleaner = Cleaner(store, Budget({ALL: 150}))
     listing = cleaner._list
 
-    async def overtaken(*arguments: Any) -> float:
-        newest_s = await listing(*arguments)
+    async def overtaken(*arguments: Any) -> None:
+        await listing(*arguments)
         await clean(tmp_path)
-        return newest_s
 
     monkeypatch.setattr(cleaner, "_list", overtaken)
     await cleaner.run()

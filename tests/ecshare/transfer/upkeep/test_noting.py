@@ -34,7 +34,11 @@ def kv(name: str) -> Key:
 
 
 def notes(root: Path) -> list[str]:
-    return sorted(name for name in files(root) if name.startswith("upkeep/1/uses/"))
+    return sorted(
+        name
+        for name in files(root)
+        if name.startswith("upkeep/1/uses/") and not name.endswith(".tmp")
+    )
 
 
 @pytest.fixture
