@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -19,6 +18,14 @@ from vllm.v1.kv_cache_interface import (
 
 from lab.vllm_loop import Row
 from tests.kvshare.toy import BLOCK, ToyModel, engine_config, kv_of
+
+try:  # from 0.33 on
+    from vllm.v1.core.kv_cache_planning import (
+        get_kv_cache_config_from_groups,
+        get_kv_cache_groups,
+    )
+except ImportError:
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 
 W = 3 * BLOCK
 
@@ -82,7 +89,7 @@ def caches(
     config.cache_config.kv_cache_layout = layout
     config.cache_config.num_gpu_blocks_override = num_blocks
     groups = get_kv_cache_groups(config, dict(layers))
-    cache = get_kv_cache_config_from_groups(config, groups, 1 << 30)
+    cache: KVCacheConfig = get_kv_cache_config_from_groups(config, groups, 1 << 30)
     cache.kv_cache_layout = layout
     return cache
 
