@@ -180,20 +180,21 @@ class Cleaner:
         self.report.num_notes = len(merged)
         self.report.num_to_remove = len(chosen)
         self.report.rows = _rows(inventory, chosen)
-        others = self._others(inventory, chosen, merged, now)
         left = [
             file
             for file in temporary
             if now_s - file.modified_s > _TEMPORARY_S and _OURS.match(file.path)
         ]
         if self._is_dry:
-            self.report.num_others_removed = len(others)
+            self.report.num_others_removed = len(self._others(inventory, chosen, merged, now))
             self.report.num_temporary_removed = len(left)
             return
         removed = await self._remove(inventory, chosen)
         # Exact: if the ages in an index were rounded anew in each run, they would drift.
         later = int((now_s + time.monotonic() - self._begun_s) // 60) - now
         await self._write_index(inventory, ages, removed, unmatched, later)
+        # A namespace of which objects stay, although they were chosen, keeps its manifest.
+        others = self._others(inventory, removed, merged, now)
         for some in _batched([*others, *merged], _PAGE):
             await self._delete(some)
         self.report.num_others_removed = len(others)
@@ -391,9 +392,10 @@ class Cleaner:
                 await self._pace()
 
     def _others(
-        self, inventory: Inventory, chosen: NDArray[np.int64], merged: Sequence[Key], now: int
+        self, inventory: Inventory, removed: NDArray[np.int64], merged: Sequence[Key], now: int
     ) -> list[Key]:
-        """Return the keys of what else is to be removed: what is old, and of no use."""
+        """Return the keys of what else is to be removed without the objects `removed`: what is old,
+        and of no use."""
         old = [each.key for each in inventory.leftovers if now - each.minute > _LEFTOVER_MINUTES]
         were_merged = set(merged)
         old += [
@@ -403,7 +405,7 @@ class Cleaner:
             and now - note.minute > _UNREAD_MINUTES
             and note.key.startswith(self._prefixes)
         ]
-        living = _living(inventory, chosen)
+        living = _living(inventory, removed)
         for (kind, namespace), records in inventory.records.items():
             ttl = self._budget.ttl_minutes(kind, namespace)
             most = max(_RECORD_MINUTES if ttl == FOREVER else ttl, _FEWEST_RECORD_MINUTES)
@@ -441,11 +443,11 @@ def _batched(items: Iterable[T], num: int) -> Iterator[list[T]]:
         yield some
 
 
-def _living(inventory: Inventory, chosen: NDArray[np.int64]) -> set[tuple[str, str]]:
-    """Return kind and namespace of all that keep objects."""
+def _living(inventory: Inventory, removed: NDArray[np.int64]) -> set[tuple[str, str]]:
+    """Return kind and namespace of all that have objects without those `removed`."""
     _, _, _, spaces = inventory.arrays()
     stays = np.ones(len(spaces), np.bool_)
-    stays[chosen] = False
+    stays[removed] = False
     kept = (inventory.spaces[number] for number in np.unique(spaces[stays]).tolist())
     return {
         (each.kind, each.namespace) for each in kept if each.role in (Role.OBJECTS, Role.BUFFER)
@@ -480,7 +482,7 @@ def _recent(uses: Uses) -> Uses:
 
 
 def _joined(uses: Sequence[Uses]) -> Uses:
-    """Return all uses, of each name the latest, as far as there is room."""
+    """Return all these uses as one."""
     if not uses:
         return Uses.of([])
     names = ("ids", "ages", "positions")

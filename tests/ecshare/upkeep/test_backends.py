@@ -11,7 +11,7 @@ from ecshare.store.config import StoreConfig
 from ecshare.store.errors import StoreBusy, StoreDenied, StoreUnavailable
 from ecshare.store.folder.store import DirectoryStore
 from ecshare.store.fsspec.store import FsspecStore, open_fsspec
-from ecshare.store.keys import CLEANED_KEY, Key, Kind, new_uses_key, use_id_of
+from ecshare.store.keys import CLEANED_KEY, Key, Kind, manifest_key, new_uses_key, use_id_of
 from ecshare.store.objects import ObjectStore
 from ecshare.store.open import open_store
 from ecshare.upkeep import clean as module
@@ -21,7 +21,7 @@ from ecshare.upkeep.uses import Uses, pack
 from tests.bad_s3.server import BadS3
 from tests.ecshare.store.azurite import Azurite
 from tests.ecshare.store.conftest import Bucket, azure_config, azurite, gcs, gcs_config, seaweedfs
-from tests.ecshare.upkeep.stores import kept, kv, note, put
+from tests.ecshare.upkeep.stores import NAMESPACE, kept, kv, note, put
 
 __all__ = ["azurite", "gcs", "seaweedfs"]
 
@@ -150,10 +150,12 @@ async def test_object_that_cannot_be_removed_keeps_at_most_its_batch(
 ) -> None:
     store = Locked(str(tmp_path))
     store.locked = chain[99]  # the first to go
+    manifest = manifest_key(Kind.KV, NAMESPACE)
+    put(tmp_path, manifest, hours=999)
     cleaner = Cleaner(store, Budget({ALL: 0}))
     with pytest.raises(StoreDenied, match="not permitted"):
         await cleaner.run()
-    assert kept(tmp_path) == set(chain[90:])
+    assert kept(tmp_path) == {*chain[90:], manifest}
     assert cleaner.report.num_removed == 90
     uses = list((tmp_path / "upkeep/1/uses/kv").iterdir())
     assert len(uses) == 1, "the note is merged"
