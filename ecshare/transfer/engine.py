@@ -124,7 +124,7 @@ class TransferEngine:
         answer_timeout_s = min(config.wait_s, config.io_timeout_s)
         client = StoreClient(store, config.io_timeout_s, answer_timeout_s)
         loop = asyncio.new_event_loop()
-        self._start = StartUp(config, path, store, client, loop)
+        self._start = StartUp(config, path, store, client, loop, integrity)
         self._service = JobService(self.host, client, self._start, self._pools, integrity, packing)
         self._done = self._service.done
         # The I/O thread starts those of the pools and of the store, which inherit its cores.

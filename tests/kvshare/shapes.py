@@ -17,7 +17,16 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from lab.vllm_loop import Row
-from tests.kvshare.toy import BLOCK, ToyModel, engine_config, kv_of
+from tests.kvshare.test_chunks import LONG
+from tests.kvshare.toy import (
+    BLOCK,
+    ToyEngine,
+    ToyModel,
+    engine_config,
+    expected_answer,
+    kv_of,
+    make_request,
+)
 
 try:  # from 0.33 on
     from vllm.v1.core.kv_cache_planning import (
@@ -144,3 +153,20 @@ def _parts(block: Tensor, token: int) -> list[Tensor]:
 def _layer(number: int) -> float:
     """Return what is added to the numbers of a layer of a group."""
     return 1_000_000.0 * number
+
+
+def check_conversation(*engines: ToyEngine) -> None:
+    """Check that a conversation gets the right tokens if engines take turns, and that each of them
+    loads. Other requests run beside it, and blocks are used again."""
+    talk = LONG[:9]
+    for turn in range(4):
+        here = engines[turn % len(engines)]
+        assert here.scheduler.reset_prefix_cache()
+        prompts = [[*talk, turn], [7, turn, *LONG[:6]]]
+        requests = [
+            make_request(f"{turn}-{number}", prompt, 6) for number, prompt in enumerate(prompts)
+        ]
+        for prompt, answer in zip(prompts, here.run(*requests), strict=True):
+            assert answer.tokens == expected_answer(prompt, 6, here.windows)
+        talk = [*prompts[0], *here.answers[f"{turn}-0"].tokens]
+    assert all(each.counts["blocks/loaded"] for each in engines)

@@ -24,14 +24,12 @@ from kvshare.chunks import facts
 from kvshare.chunks.layers import LayerSet, layer_sets_of, own_tp_size, readable_tp_sizes, refusal
 from kvshare.worker import layout_check
 from tests.kvshare.conftest import StartEngine
-from tests.kvshare.shapes import ShapedModel, W, caches, full, mla, named
+from tests.kvshare.shapes import ShapedModel, W, caches, check_conversation, full, mla, named
 from tests.kvshare.test_chunks import LONG, chunked
 from tests.kvshare.toy import (
     BLOCK,
     ToyEngine,
     engine_config,
-    expected_answer,
-    make_request,
     serve,
 )
 from tests.releases import needs_packed_layouts
@@ -143,18 +141,7 @@ def test_second_engine_loads_all_whole_blocks(engine: StartKind, name: str, layo
 @each_kind
 def test_conversation_goes_on_in_another_engine(engine: StartKind, name: str) -> None:
     engines = [engine(name, is_async=True) for _ in range(2)]
-    talk = LONG[:9]
-    for turn in range(4):
-        here = engines[turn % 2]
-        assert here.scheduler.reset_prefix_cache()
-        prompts = [[*talk, turn], [7, turn, *LONG[:6]]]
-        requests = [
-            make_request(f"{turn}-{number}", prompt, 6) for number, prompt in enumerate(prompts)
-        ]
-        for prompt, answer in zip(prompts, here.run(*requests), strict=True):
-            assert answer.tokens == expected_answer(prompt, 6, here.windows)
-        talk = [*prompts[0], *here.answers[f"{turn}-0"].tokens]
-    assert all(each.counts["blocks/loaded"] for each in engines)
+    check_conversation(*engines)
 
 
 @each_kind

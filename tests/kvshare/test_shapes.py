@@ -26,14 +26,13 @@ from tests.kvshare.shapes import (
     WINDOWS_AND_DRAFT,
     ShapedModel,
     caches,
+    check_conversation,
 )
 from tests.kvshare.test_chunks import LONG, chunked
 from tests.kvshare.toy import (
     BLOCK,
     ToyEngine,
     engine_config,
-    expected_answer,
-    make_request,
     objects,
     serve,
 )
@@ -101,18 +100,7 @@ def test_conversation_goes_on_in_another_engine(
 ) -> None:
     """Other requests run beside it, and blocks are used again."""
     engines = [engine(name, layout, is_async=True) for _ in range(2)]
-    talk = LONG[:9]
-    for turn in range(4):
-        here = engines[turn % 2]
-        assert here.scheduler.reset_prefix_cache()
-        prompts = [[*talk, turn], [7, turn, *LONG[:6]]]
-        requests = [
-            make_request(f"{turn}-{number}", prompt, 6) for number, prompt in enumerate(prompts)
-        ]
-        for prompt, answer in zip(prompts, here.run(*requests), strict=True):
-            assert answer.tokens == expected_answer(prompt, 6, here.windows)
-        talk = [*prompts[0], *here.answers[f"{turn}-0"].tokens]
-    assert all(each.counts["blocks/loaded"] for each in engines)
+    check_conversation(*engines)
 
 
 @pytest.mark.parametrize("name", ONE_GROUP)

@@ -13,7 +13,7 @@ from ecshare.store.cloud.s3_region import wrong_region
 from ecshare.store.config import ConnectorConfig, StoreConfig
 from ecshare.store.errors import ConfigError, StoreBusy, StoreError
 from ecshare.store.folder.temp_files import sweep
-from ecshare.store.integrity import open_integrity
+from ecshare.store.integrity import Integrity
 from ecshare.store.keys import Kind
 from ecshare.store.objects import ObjectStore, probe
 from ecshare.store.open import open_store
@@ -44,13 +44,14 @@ class StartUp:
     belongs to the I/O thread, that of `loop`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 — all that the engine owns
         self,
         config: StoreConfig,
         path: str,
         store: ObjectStore,
         client: StoreClient,
         loop: asyncio.AbstractEventLoop,
+        integrity: Integrity | None,
     ) -> None:
         """Use what the engine owns. `path`: where the user wrote `config`, for messages."""
         self._config = config
@@ -58,6 +59,7 @@ class StartUp:
         self._store = store
         self._client = client
         self._loop = loop
+        self._integrity = integrity
         self._watch: NamespaceWatch | None = None
         self.is_watching = False
         """True for an engine that only reads: its reads are reported to `compare_again`."""
@@ -136,7 +138,7 @@ class StartUp:
                 partial(open_store, config, self._path),
                 kind,
                 Budget(max_bytes, ttl_hours),
-                open_integrity(config.integrity_key, self._path),
+                self._integrity,
                 config.call_timeout_s,
             )
 
@@ -148,8 +150,8 @@ class StartUp:
         self._renewing = self._loop.create_task(renewing)
 
     async def _start_noting(self, uses: UseRecord, kind: Kind, namespace: str) -> None:
-        integrity = open_integrity(self._config.integrity_key, self._path)
-        noting = note_uses(self._store, uses, kind, namespace, integrity, self._config.io_timeout_s)
+        timeout_s = self._config.io_timeout_s
+        noting = note_uses(self._store, uses, kind, namespace, self._integrity, timeout_s)
         self._noting = self._loop.create_task(noting)
 
     async def _probe_until_ready(self, *, write: bool) -> str:
