@@ -28,7 +28,7 @@ from typing import NamedTuple, cast
 
 from benchmarks.measure import percentile
 from benchmarks.report import Report, Table, arguments, command_line
-from ecshare.router.connections import raise_open_files
+from ecshare.router.http.connections import raise_open_files
 from lab.completions import COMPLETIONS, NEW, TEXT, Requests
 from lab.http_load import LOST, Client, Message, Reply, post
 from lab.servers.processes import LOOPBACK

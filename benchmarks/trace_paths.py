@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -205,6 +205,11 @@ def main(words: list[str] | None = None) -> None:
         save, fetch = save_and_fetch(Path(folder))
         paths = {"save": save, "fetch": fetch, "KV load": kv_load(Path(folder))}
     threading.setprofile(None)
+    show(paths, calls=options.calls)
+
+
+def show(paths: Mapping[str, Trace], *, calls: bool) -> None:
+    """Print the figures of each path, and with `calls` every call."""
     for name, trace in paths.items():
         threads = [thread for thread, _ in trace.calls]
         hops = sum(one != other for one, other in zip(threads, threads[1:], strict=False))
@@ -215,7 +220,7 @@ def main(words: list[str] | None = None) -> None:
             f"{trace.num_changes} changes of file, {hops} of thread, "
             f"{len(kinds)} types, {num_kv} of kvshare"
         )
-        if options.calls:
+        if calls:
             for (thread, code), file in zip(trace.calls, trace.files, strict=True):
                 print(f"    {thread:18} {file:40} {code.co_qualname}")
 

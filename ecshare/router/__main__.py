@@ -5,7 +5,16 @@ from collections.abc import Sequence
 
 from ecshare.router import logs
 
-_REQUIRED = ("aiohttp", "msgspec", "multidict", "prometheus_client", "pybase64", "pycares", "yarl")
+_REQUIRED = (
+    "aiohttp",
+    "httptools",
+    "msgspec",
+    "multidict",
+    "prometheus_client",
+    "pybase64",
+    "pycares",
+    "yarl",
+)
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m ecshare.router") -> None:
@@ -15,8 +24,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m ecshare.
     """
     # Imported here: without the extra this module still says what is missing.
     try:
-        from ecshare.router.arguments import parse_arguments
         from ecshare.router.loop import relieve_collector, run
+        from ecshare.router.options.arguments import parse_arguments
         from ecshare.router.server import serve
     except ModuleNotFoundError as exc:
         missing = (exc.name or "").partition(".")[0]
@@ -24,7 +33,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m ecshare.
             raise
         raise SystemExit(
             f"ecshare router needs {missing}: install ecshare with its extra [router] "
-            "(pip install aiohttp multidict prometheus_client pybase64 pycares yarl)"
+            "(pip install aiohttp httptools multidict prometheus_client pybase64 pycares yarl)"
         ) from None
     config = parse_arguments(arguments, prog)
     logs.configure()

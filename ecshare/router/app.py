@@ -7,31 +7,12 @@ from typing import Any
 
 from aiohttp import hdrs, web
 
-from ecshare.router.admin import Admin
-from ecshare.router.bodies import read_body
-from ecshare.router.call import Call
-from ecshare.router.config import RouterConfig
-from ecshare.router.connections import Runner
-from ecshare.router.drain import RequestsInFlight
-from ecshare.router.endpoints import PASSED_ON, SPLIT
-from ecshare.router.engines import USUAL_BOUND, Engine, EnginePool, Stage, name_of
-from ecshare.router.fleet import FleetWatch, fixed
-from ecshare.router.flow import Flow
-from ecshare.router.identity import is_inline
-from ecshare.router.memory import MemoryBudget, Reservation
-from ecshare.router.metrics import RouterMetrics, Sources
-from ecshare.router.middleware import (
-    CONTEXT,
-    end_stream,
-    json_response,
-    request_middleware,
-    send,
-)
-from ecshare.router.model_lists import MODELS, ModelLists
-from ecshare.router.observer import Observer
-from ecshare.router.origins import Origins
-from ecshare.router.pages import Pages
-from ecshare.router.probes import (
+from ecshare.router.api.endpoints import PASSED_ON, SPLIT
+from ecshare.router.fleet.client import ANSWER_COST, EngineClient
+from ecshare.router.fleet.discovery import FleetWatch, fixed
+from ecshare.router.fleet.engines import USUAL_BOUND, Engine, EnginePool
+from ecshare.router.fleet.model_lists import MODELS, ModelLists
+from ecshare.router.fleet.probes import (
     Checked,
     HealthChecks,
     Probes,
@@ -39,19 +20,34 @@ from ecshare.router.probes import (
     engine_state,
     engine_states,
 )
-from ecshare.router.relay import Relay, answer_bytes
-from ecshare.router.shared_reports import SharedReports
+from ecshare.router.http.bodies import read_body
+from ecshare.router.http.connections import Runner
+from ecshare.router.http.context import CONTEXT, RequestContext
+from ecshare.router.http.drain import RequestsInFlight
+from ecshare.router.http.events import Events, Subscriber
+from ecshare.router.http.memory import MemoryBudget
+from ecshare.router.http.middleware import request_middleware
+from ecshare.router.http.origins import Origins
+from ecshare.router.http.responses import end_stream, json_response, send
+from ecshare.router.media.identity import is_inline
+from ecshare.router.options.config import RouterConfig
+from ecshare.router.stages.pipeline import Pipeline
+from ecshare.router.telemetry.access_log import AccessLog
+from ecshare.router.telemetry.metrics import RouterMetrics, Sources
+from ecshare.router.telemetry.pages import Pages, Stages
+from ecshare.router.telemetry.recent import RecentRequests
+from ecshare.router.types import Stage
 
 _SHUTDOWN_S = 5.0
 _READERS = {**SPLIT, **PASSED_ON}
 
 
 class Router:
-    """The routes, over one `Relay`. Belongs to the event loop's thread."""
+    """The routes, over one pipeline. Belongs to the event loop's thread."""
 
     # These live as long as the application runs.
-    relay: Relay
-    _flow: Flow
+    client: EngineClient
+    _pipeline: Pipeline
     _lists: ModelLists
 
     def __init__(self, config: RouterConfig, clock_s: Callable[[], float]) -> None:
@@ -66,50 +62,42 @@ class Router:
         bounds = {Stage.ENCODE: 1.0}
         self.pools = {
             stage: EnginePool(
-                fixed(group), config.cool_down_s, clock_s, bounds.get(stage, USUAL_BOUND)
+                stage, fixed(group), config.cool_down_s, clock_s, bounds.get(stage, USUAL_BOUND)
             )
             for stage, group in urls.items()
         }
         self._fleet = FleetWatch(self.pools, urls, config.engines_file)
-        self.admin = Admin(self.pools, self._fleet)
         self._memory = MemoryBudget(config.max_in_flight_bytes)
         self.in_flight = RequestsInFlight()
-        shows_urls = config.status_key is not None
-        self._sources = Sources(self.pools, self._memory, self.counts, shows_urls)
-        self._metrics = RouterMetrics(self._sources)
-        # Imported by need: it needs the extra [otel].
-        self._spans = None
-        if config.otlp_traces_endpoint is not None:
-            from ecshare.router.spans import Spans
-
-            self._spans = Spans.exported_to(config.otlp_traces_endpoint)
-        self._observer = Observer(self._metrics, self._spans)
+        self._telemetry = Telemetry(
+            config, Sources(self.pools, self._memory, self.counts, config.status_key is not None)
+        )
         self.health_checks = HealthChecks(self.pools, self._is_healthy, clock_s)
 
     def application(self) -> web.Application:
-        """Return the web application. The relay lives as long as the application runs."""
-        app = web.Application(middlewares=[request_middleware(self._config)])
-        app.cleanup_ctx.append(self._with_relay)
+        """Return the web application. The pipeline lives as long as the application runs."""
+        middleware = request_middleware(self._config, self._memory, self._telemetry.events)
+        app = web.Application(middlewares=[middleware])
+        app.cleanup_ctx.append(self._with_pipeline)
         for path in _READERS:
             app.router.add_post(path, partial(self._serve, path))
         app.router.add_get(MODELS, self._models)
         app.router.add_get("/health", self.health)
         decoders = self.pools[Stage.DECODE]
         readiness = Readiness(decoders, self._is_healthy, self.in_flight, self._clock_s)
-        key = self._config.status_key
-        probes = Probes(readiness, key, self.status)
-        pages = Pages(key, self._sources, self._metrics, self._observer, self._stages)
+        probes = Probes(readiness, self._config.status_key, self.status)
         for path, handler in {
             "/live": probes.live,
             "/ready": probes.ready,
             "/status": probes.status,
-            **pages.routes(),
+            **self._telemetry.pages(self._stages).routes(),
         }.items():
             app.router.add_get(path, handler)
         app.on_response_prepare.append(self._close_if_stopping)
         app.on_response_prepare.append(Origins(self._config.allow_origins).mark)
-        self._observer.attach(app)
-        for path in [route.canonical for route in app.router.resources()]:
+        paths = [resource.canonical for resource in app.router.resources()]
+        self._telemetry.expect(paths)
+        for path in paths:
             handler = _without_slash  # nobody asks there: no series waits for it
             app.router.add_route("*", path + "/", handler)
         return app
@@ -120,47 +108,50 @@ class Router:
             response.force_close()
             response.headers["Connection"] = "close"  # aiohttp has set its headers before this
 
-    async def _with_relay(self, app: web.Application) -> AsyncIterator[None]:
-        self.relay = Relay(self._config, self.pools, self._observer)
-        self._flow = Flow(self._config, self.pools, self.relay, self._metrics, self._clock_s)
-        self._lists = ModelLists(self.pools, self.relay, self._clock_s)
+    async def _with_pipeline(self, app: web.Application) -> AsyncIterator[None]:
+        events = self._telemetry.events
+        self.client = EngineClient(self._config, self.pools, events)
+        self._pipeline = Pipeline(self._config, self.pools, self.client, events, self._clock_s)
+        self._lists = ModelLists(self.pools, self.client, self._clock_s)
         await self._fleet.start()
-        shared = None
-        if self._config.store is not None:
-            shared = self._flow.encoded.shared = SharedReports(self._config.store, self._clock_s)
         yield
         await self._fleet.close()
-        if shared is not None:
-            await shared.close()
         await self._lists.close()
-        await self.relay.close()
-        if self._spans is not None:
-            await self._spans.close()
+        await self._pipeline.close()
+        await self.client.close()
+        await self._telemetry.close()
 
     async def _serve(self, path: str, http: web.Request) -> web.StreamResponse:
         """Answer a request. Its answer counts until the client has taken it."""
         context = http[CONTEXT]
-        with self._memory.reservation() as reservation:
-            try:
-                answer = await self._in_time(path, http, reservation)
-            finally:
-                context.clear()
-            reservation.keep(answer_bytes(answer))
-            return await send(http, answer)
+        try:
+            answer = await self._in_time(path, context)
+        finally:
+            context.release()
+        context.reservation.keep(_answer_bytes(answer))
+        return await send(context, answer)
 
-    async def _in_time(
-        self, path: str, http: web.Request, reservation: Reservation
-    ) -> web.StreamResponse:
+    async def _in_time(self, path: str, context: RequestContext) -> web.StreamResponse:
         """Return the answer, streamed or not, within the overall deadline."""
-        context = http[CONTEXT]
         try:
             async with self.in_flight.begin(self._config.timeout_s):
-                return await self._answer(path, http, reservation)
+                return await self._answer(path, context)
         except TimeoutError as exc:
-            late = self.in_flight.ending()
-            if context.answer is None:
-                raise late from exc
-            return await end_stream(context, late)
+            if context.answer is None:  # no variable: an error and its traceback form a cycle
+                raise self.in_flight.ending() from exc
+            return await end_stream(context, self.in_flight.ending())
+
+    async def _answer(self, path: str, context: RequestContext) -> web.StreamResponse:
+        body = await read_body(context.http, self._config, context.reservation, context.blobs)
+        client = _READERS[path](body, self._config.max_items)
+        del body  # the decoded request takes several times the memory
+        self._pipeline.retry_budget.note_request()
+        context.client = client.for_model(await self._lists.resolve(client.model, context.headers))
+        if not all(is_inline(item.source) for item in client.items):
+            await self._lists.check_client(context.headers)
+        if path in SPLIT:
+            return await self._pipeline.answer(context)
+        return await self._pipeline.pass_on(context)
 
     async def _models(self, http: web.Request) -> web.Response:
         return await self._lists.models(http)
@@ -174,7 +165,7 @@ class Router:
         is_full = key is not None and key.matches(http.headers.get(hdrs.AUTHORIZATION))
         checked = await self.health_checks.latest()
         stages = self._shown(checked, is_full=is_full)
-        healthy = {engine for _, engine, is_healthy in checked if is_healthy}
+        healthy = {engine for engine, is_healthy in checked if is_healthy}
         groups = [group for pool in self.pools.values() if (group := pool.serving())]
         complete = all(healthy.intersection(group) for group in groups)
         report: dict[str, Any] = {"status": "ok" if complete else "incomplete", "stages": stages}
@@ -187,7 +178,7 @@ class Router:
         return {
             "draining": self.in_flight.is_draining,
             "in_flight": len(self.in_flight),
-            "stages": engine_states(self.pools, self._flow.limits.used),
+            "stages": engine_states(self.pools, self._pipeline.limits.used),
             "memory": self._memory.used_bytes,
             **self.counts(),
         }
@@ -200,34 +191,61 @@ class Router:
         self, checked: Iterable[Checked], *, is_full: bool
     ) -> dict[str, list[dict[str, Any]]]:
         stages: dict[str, list[dict[str, Any]]] = {}
-        for stage, engine, healthy in checked:
-            told: dict[str, Any] = {"name": name_of(stage, engine), "healthy": healthy}
+        for engine, healthy in checked:
+            told: dict[str, Any] = {"name": engine.name, "healthy": healthy}
             if is_full:
-                told |= engine_state(stage, self.pools[stage], engine)
-            stages.setdefault(stage, []).append(told)
+                told |= engine_state(self.pools[engine.stage], engine)
+            stages.setdefault(engine.stage, []).append(told)
         return stages
 
     def counts(self) -> dict[str, Any]:
         """Return what was counted since the start. docs/metrics.md explains it."""
-        return self._flow.counts()
+        return self._pipeline.counts()
 
     async def _is_healthy(self, engine: Engine) -> bool:
         # A hung engine is known to be unhealthy, and would take long to answer.
-        return not engine.is_hung and await self.relay.is_healthy(engine)
+        return not engine.is_hung and await self.client.is_healthy(engine)
 
-    async def _answer(
-        self, path: str, http: web.Request, reservation: Reservation
-    ) -> web.StreamResponse:
-        context = http[CONTEXT]
-        body = await read_body(http, self._config, reservation, context.blobs)
-        client = _READERS[path](body, self._config.max_items)
-        del body  # the decoded request takes several times the memory
-        self._flow.retry_budget.note_request()
-        client = client.for_model(await self._lists.resolve(client.model, context.headers))
-        if not all(is_inline(item.source) for item in client.items):
-            await self._lists.check_client(context.headers)
-        call = Call(http, client, reservation)
-        return await (self._flow.answer(call) if path in SPLIT else self._flow.pass_on(call))
+
+class Telemetry:
+    """The subscribers that the options ask for, and their pages."""
+
+    def __init__(self, config: RouterConfig, sources: Sources) -> None:
+        self._sources = sources
+        self._key = config.status_key
+        self._metrics = RouterMetrics(sources)
+        self._recent = RecentRequests()
+        subscribers: list[Subscriber] = [self._metrics, self._recent]
+        # Imported by need: it needs the extra [otel].
+        self._spans = None
+        if config.otlp_traces_endpoint is not None:
+            from ecshare.router.telemetry.spans import Spans
+
+            self._spans = Spans.exported_to(config.otlp_traces_endpoint)
+            subscribers.append(self._spans)
+        if config.access_log:
+            subscribers.append(AccessLog())
+        self.events = Events(subscribers)
+
+    def pages(self, stages: Stages) -> Pages:
+        """Return the pages for operators; `stages` returns what is known of the engines."""
+        return Pages(self._key, self._sources, self._metrics, self._recent, stages)
+
+    def expect(self, routes: Iterable[str]) -> None:
+        """Show the series of these routes from the start."""
+        for route in routes:
+            self._metrics.expect(route)
+
+    async def close(self) -> None:
+        """Export what is left."""
+        if self._spans is not None:
+            await self._spans.close()
+
+
+def _answer_bytes(answer: web.StreamResponse) -> int:
+    """Return the memory that an answer takes until it is sent."""
+    body = answer.body if isinstance(answer, web.Response) else None
+    return len(body) * ANSWER_COST if isinstance(body, bytes | bytearray) else 0
 
 
 async def _without_slash(http: web.Request) -> web.StreamResponse:

@@ -5,17 +5,14 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import msgspec
 from aiohttp import web
 
-from ecshare.router.admin import make_admin_runner
 from ecshare.router.app import Router, make_runner
-from ecshare.router.config import RouterConfig
-from ecshare.router.connections import fitting_connections, raise_open_files
+from ecshare.router.http.connections import fitting_connections, raise_open_files
 from ecshare.router.loop import relieve_collector
+from ecshare.router.options.config import RouterConfig
 from ecshare.store.errors import ConfigError
 
 logger = logging.getLogger("ecshare.router")
@@ -40,41 +37,23 @@ async def serve(config: RouterConfig) -> None:
     except ConfigError as exc:
         raise SystemExit(str(exc)) from exc
     try:
-        await _listen(runner, config.host, config.port, "--host {} --port {}")
+        await _listen(runner, config.host, config.port)
         logger.info("listening on http://%s:%d", config.host, config.port)
         relieve_collector()
-        async with _administered(router, config):
-            logging_health = asyncio.create_task(_log_health(router))
-            await stop.wait()
-            logging_health.cancel()
-            # It listens meanwhile: whoever balances the load learns from /ready that it stops.
-            await router.in_flight.drain(config.drain_s, hurry)
+        logging_health = asyncio.create_task(_log_health(router))
+        await stop.wait()
+        logging_health.cancel()
+        # It listens meanwhile: whoever balances the load learns from /ready that it stops.
+        await router.in_flight.drain(config.drain_s, hurry)
     finally:
         await runner.cleanup()
 
 
-async def _listen(runner: web.BaseRunner, host: str, port: int, options: str) -> None:
+async def _listen(runner: web.BaseRunner, host: str, port: int) -> None:
     try:
         await web.TCPSite(runner, host, port).start()
     except OSError as exc:
-        raise SystemExit(f"cannot listen on {options.format(host, port)}: {exc}") from exc
-
-
-@asynccontextmanager
-async def _administered(router: Router, config: RouterConfig) -> AsyncIterator[None]:
-    """Serve the operator's port, if there is one, while the block runs."""
-    if config.admin is None:
-        yield
-        return
-    host, port = config.admin.host, config.admin.port
-    runner = make_admin_runner(router.admin, config, config.admin)
-    await runner.setup()
-    try:
-        await _listen(runner, host, port, "--admin-host {} --admin-port {}")
-        logger.info("operators change the engines on http://%s:%d", host, port)
-        yield
-    finally:
-        await runner.cleanup()
+        raise SystemExit(f"cannot listen on --host {host} --port {port}: {exc}") from exc
 
 
 def _with_fitting_connections(config: RouterConfig) -> RouterConfig:
@@ -92,8 +71,10 @@ def _with_fitting_connections(config: RouterConfig) -> RouterConfig:
 async def _log_health(router: Router) -> None:
     """Log which engines do not answer. Nothing depends on it: they may start later."""
     asked = await router.health_checks.latest()
-    for stage, engine, is_healthy in asked:
+    for engine, is_healthy in asked:
         if not is_healthy:
-            logger.warning("the %s engine %s does not answer GET /health yet", stage, engine.url)
-    if all(is_healthy for _, _, is_healthy in asked):
+            logger.warning(
+                "the %s engine %s does not answer GET /health yet", engine.stage, engine.url
+            )
+    if all(is_healthy for _, is_healthy in asked):
         logger.info("all %d engines answer", len(asked))

@@ -1,21 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The call paths of a save and a load do not grow."""
+"""The call paths of a save, a load and a request through the router do not grow."""
 
 import re
+from types import ModuleType
 
 import pytest
 
-from benchmarks import trace_paths
+from benchmarks import router_paths, trace_paths
 
 # Files, changes of file, types of kvshare.
 MOST = {"save": (12, 28, 0), "fetch": (11, 39, 0), "KV load": (23, 86, 12)}
+# A change of file more or less depends on when answers come.
+MOST_OF_A_REQUEST = {
+    "text": (36, 220, 0),
+    "text, streamed": (36, 220, 0),
+    "new picture": (44, 340, 0),
+    "new picture, streamed": (44, 340, 0),
+    "known picture": (43, 280, 0),
+    "known picture, streamed": (43, 280, 0),
+    "asked before": (43, 225, 0),
+    "asked before, streamed": (44, 225, 0),
+}
 # Another interleaving of threads causes a few more changes of file.
 TRIES = 5
 LINE = re.compile(r"(.+): (\d+) calls, (\d+) files, (\d+) changes of file, .* (\d+) of kvshare")
 
 
-def counted(capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[int, ...]]:
-    trace_paths.main([])
+def counted(program: ModuleType, capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[int, ...]]:
+    program.main([])
     found: dict[str, tuple[int, ...]] = {}
     for line in capsys.readouterr().out.splitlines():
         said = LINE.fullmatch(line)
@@ -26,13 +38,18 @@ def counted(capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def test_traced_paths_do_not_grow(capsys: pytest.CaptureFixture[str]) -> None:
-    least = counted(capsys)
-    assert [*least] == [*MOST]
+@pytest.mark.parametrize(
+    ("program", "most"), [(trace_paths, MOST), (router_paths, MOST_OF_A_REQUEST)]
+)
+def test_traced_paths_do_not_grow(
+    program: ModuleType, most: dict[str, tuple[int, ...]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    least = counted(program, capsys)
+    assert [*least] == [*most]
     for _ in range(TRIES):
-        longer = [name for name in MOST if any(map(int.__gt__, least[name], MOST[name]))]
+        longer = [name for name in most if any(map(int.__gt__, least[name], most[name]))]
         if not longer:
             return
-        again = counted(capsys)
-        least = {name: tuple(map(min, least[name], again[name])) for name in MOST}
+        again = counted(program, capsys)
+        least = {name: tuple(map(min, least[name], again[name])) for name in most}
     raise AssertionError(f"longer: {longer}; {least}")

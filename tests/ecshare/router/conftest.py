@@ -3,12 +3,13 @@
 
 import pytest
 
-from ecshare.router import fetcher, relay
+from ecshare.router.fleet import client
+from ecshare.router.media import fetcher
 
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a crowded machine the test's own process may stand still for longer than a router waits
     for a connection; the engine would count as down."""
-    monkeypatch.setattr(relay, "CONNECT_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(client, "CONNECT_TIMEOUT_S", 60.0)
     monkeypatch.setattr(fetcher, "CONNECT_TIMEOUT_S", 60.0)

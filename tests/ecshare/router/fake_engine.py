@@ -15,11 +15,12 @@ import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from ecshare.router.api.chat import CHAT
 from ecshare.router.app import Router, make_runner
-from ecshare.router.chat import CHAT
-from ecshare.router.config import RouterConfig
-from ecshare.router.engines import Stage
-from ecshare.router.secret import Secret
+from ecshare.router.fleet.engines import Engine, EnginePool
+from ecshare.router.options.config import RouterConfig
+from ecshare.router.options.secret import Secret
+from ecshare.router.types import Stage
 
 Answer = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
@@ -88,11 +89,35 @@ async def hang_up(http: web.Request, body: dict[str, Any]) -> web.StreamResponse
     return web.Response()
 
 
+def streaming_until(let_go: asyncio.Event) -> Answer:
+    """A decode engine whose stream has begun, and goes on once somebody lets it go."""
+
+    async def answer(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        await response.write(EVENTS[0])
+        await let_go.wait()
+        await response.write(EVENTS[-1])
+        return response
+
+    return answer
+
+
 def failing(status: int) -> Answer:
     async def answer(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return web.json_response({"error": {"message": "engine says no"}}, status=status)
 
     return answer
+
+
+@contextmanager
+def lease(pool: EnginePool, engine: Engine, tokens: int = 0) -> Iterator[None]:
+    """Give an engine one more request, and its work, while the block runs."""
+    pool.begin(engine, tokens)
+    try:
+        yield
+    finally:
+        pool.end(engine, tokens)
 
 
 @dataclass
@@ -299,7 +324,7 @@ class Fleet:
 
     def is_watched(self, engine: FakeEngine) -> bool:
         """Tell whether the router looks whether this engine hangs."""
-        return engine.url in {each.url for each in self.router.relay.monitor.watched}
+        return engine.url in {each.url for each in self.router.client.watch.watched}
 
     def in_flight(self, stage: str) -> int:
         """Return how many requests the engines of a stage have, as the router counts them."""
@@ -316,7 +341,7 @@ class Fleet:
         """Have the router believe that a decoder has more to do than others."""
         decoders = self.router.pools[Stage.DECODE]
         (worker,) = (each for each in decoders if each.url == engine.url)
-        with decoders.lease(worker, tokens=10**9):
+        with lease(decoders, worker, tokens=10**9):
             yield
 
     async def post(

@@ -2,11 +2,12 @@
 """The router as a process of its own."""
 
 import asyncio
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+
+from lab.servers.processes import Port
 
 GIVE_UP_S = 30.0
 
@@ -25,9 +26,8 @@ async def router_process(decoder: str, *before: str) -> AsyncIterator[RouterProc
 
     `before`: a command that runs the one behind it.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    reserved = Port()  # as long as the process runs
+    port = reserved.number
     process = await asyncio.create_subprocess_exec(
         *(*before, sys.executable, "-m", "ecshare.router"),
         *(f"--port={port}", f"--decoder={decoder}"),

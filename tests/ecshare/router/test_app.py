@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from ecshare.router.chat import CHAT
+from ecshare.router.api.chat import CHAT
 from tests.ecshare.router.fake_engine import (
     EVENTS,
     LOOPBACK,

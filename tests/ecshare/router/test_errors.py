@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from ecshare.router.chat import CHAT
+from ecshare.router.api.chat import CHAT
 from tests.ecshare.router.fake_engine import (
     EVENTS,
     LOOPBACK,
@@ -26,7 +26,7 @@ from tests.ecshare.router.fake_engine import (
     listening,
     picture,
 )
-from tests.ecshare.router.fake_names import asked_by, name_server
+from tests.ecshare.router.media.fake_names import asked_by, name_server
 
 UNAVAILABLE = "The media cannot be fetched."
 NOT_NOW = "The media cannot be fetched now."

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from ecshare.router.chat import CHAT
+from ecshare.router.api.chat import CHAT
 from tests.ecshare.router.fake_engine import (
     HEAD,
     PNG,

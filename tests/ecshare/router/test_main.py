@@ -3,19 +3,24 @@
 
 import asyncio
 import signal
-import socket
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 
 from ecshare import __version__
-from ecshare.router.chat import CHAT
-from tests.ecshare.router.fake_engine import EVENTS, FakeEngine, chat, decoded, listening
+from ecshare.router.api.chat import CHAT
+from lab.servers.processes import Port
+from tests.ecshare.router.fake_engine import (
+    EVENTS,
+    FakeEngine,
+    chat,
+    decoded,
+    listening,
+    streaming_until,
+)
 
 
 async def start(port: int, *engines: str) -> asyncio.subprocess.Process:
@@ -26,11 +31,13 @@ async def start(port: int, *engines: str) -> asyncio.subprocess.Process:
     )
 
 
+RESERVED: list[Port] = []
+"""No other program gets these while the tests run."""
+
+
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
+    RESERVED.append(Port())
+    return RESERVED[-1].number
 
 
 async def ended(process: asyncio.subprocess.Process) -> None:
@@ -64,17 +71,11 @@ async def test_it_serves_until_it_is_told_to_stop(number: signal.Signals) -> Non
 async def test_a_stream_runs_on_while_it_stops(signals: int) -> None:
     """To its end after one signal, to an error event after two."""
     let_go = asyncio.Event()
-
-    async def stream(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(http)
-        await response.write(EVENTS[0])
-        await let_go.wait()
-        await response.write(EVENTS[-1])
-        return response
-
     url = f"http://127.0.0.1:{(port := free_port())}"
-    async with FakeEngine(stream).serving() as engine, aiohttp.ClientSession() as client:
+    async with (
+        FakeEngine(streaming_until(let_go)).serving() as engine,
+        aiohttp.ClientSession() as client,
+    ):
         process = await start(port, "--decoder", engine.url)
         assert process.stderr is not None
         try:
@@ -98,43 +99,6 @@ async def test_a_stream_runs_on_while_it_stops(signals: int) -> None:
             await ended(process)
         assert (rest == EVENTS[-1]) is (signals == 1)
         assert (b"shutting_down" in rest) is (signals == 2)
-
-
-async def test_the_operators_port_is_another_one(tmp_path: Path) -> None:
-    key = tmp_path / "key"
-    key.write_text("the operators' own key, of 32 bytes\n")
-    bearer = {"Authorization": "Bearer the operators' own key, of 32 bytes"}
-    port, admin = free_port(), free_port()
-    options = (f"--admin-port={admin}", f"--admin-key=file:{key}")
-    async with FakeEngine(decoded).serving() as engine, aiohttp.ClientSession() as client:
-        process = await start(port, "--decoder", engine.url, *options)
-        assert process.stderr is not None
-        try:
-            async with asyncio.timeout(20):
-                assert b"listening" in await process.stderr.readline()
-                said = await process.stderr.readline()
-                assert f"operators change the engines on http://127.0.0.1:{admin}".encode() in said
-                where = f"http://127.0.0.1:{admin}/engines"
-                async with client.get(where, headers=bearer) as response:
-                    assert [each["url"] for each in (await response.json())["engines"]] == [
-                        engine.url
-                    ]
-                async with client.get(where) as response:
-                    assert response.status == 401
-                async with client.get(f"http://127.0.0.1:{port}/engines", headers=bearer) as other:
-                    assert other.status == 404
-                process.terminate()
-                assert b"Traceback" not in await process.stderr.read()
-                assert await process.wait() == 0
-        finally:
-            await ended(process)
-    async with listening(web.Application()) as taken:
-        options = (f"--admin-port={taken.rpartition(':')[2]}", f"--admin-key=file:{key}")
-        process = await start(free_port(), "--decoder", "http://127.0.0.1:9", *options)
-        _, told = await asyncio.wait_for(process.communicate(), 20)
-        assert process.returncode == 1
-        assert b"cannot listen on --admin-host 127.0.0.1 --admin-port " in told
-        assert b"Traceback" not in told
 
 
 async def test_a_taken_port_is_one_sentence() -> None:
@@ -220,7 +184,8 @@ def test_it_says_its_version() -> None:
 
 
 @pytest.mark.parametrize(
-    "package", ["aiohttp", "msgspec", "prometheus_client", "pybase64", "pycares", "yarl"]
+    "package",
+    ["aiohttp", "httptools", "msgspec", "prometheus_client", "pybase64", "pycares", "yarl"],
 )
 def test_a_missing_extra_is_one_sentence(package: str) -> None:
     program = (
@@ -231,18 +196,10 @@ def test_a_missing_extra_is_one_sentence(package: str) -> None:
     assert ran.returncode == 1
     assert ran.stderr == (
         f"ecshare router needs {package}: install ecshare with its extra [router] "
-        "(pip install aiohttp multidict prometheus_client pybase64 pycares yarl)\n"
+        "(pip install aiohttp httptools multidict prometheus_client pybase64 pycares yarl)\n"
     )
 
 
 def test_it_goes_by_the_name_that_it_is_called_by() -> None:
     program = "from ecshare.router.__main__ import main; main(['--help'], prog='ecshare router')"
     assert run("-c", program).stdout.startswith("usage: ecshare router ")
-
-
-def test_a_store_that_cannot_work_is_one_sentence() -> None:
-    engines = ("--decoder", "http://127.0.0.1:9", "--port", str(free_port()))
-    ran = run("-m", "ecshare.router", *engines, "--store", "not/absolute")
-    assert ran.returncode == 1
-    assert "--store.url: 'not/absolute' is not an absolute folder" in ran.stderr
-    assert "Traceback" not in ran.stderr

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
+from ecshare.router.api.chat import CHAT
+from ecshare.router.api.endpoints import PASSED_ON, SPLIT
 from ecshare.router.app import Router
-from ecshare.router.chat import CHAT
-from ecshare.router.config import RouterConfig
-from ecshare.router.endpoints import PASSED_ON, SPLIT
+from ecshare.router.options.config import RouterConfig
 from tests.ecshare.router.fake_engine import (
     PNG,
     STATUS_KEY,

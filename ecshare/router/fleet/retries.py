@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks another engine of a stage where one fails, within a budget that all requests share."""
+
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import NamedTuple, Protocol, TypeVar
+
+from ecshare.router.api.errors import GONE_STATUSES, EngineError
+from ecshare.router.fleet.engines import Engine, EnginePool
+from ecshare.router.http.context import RequestContext
+from ecshare.router.http.events import Events
+from ecshare.router.types import Stage, Work
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MAX_ENGINES = 3
+"""How many engines of a stage may get one request. If all of them fail, the request may be the
+cause."""
+_BURST = 100.0
+"""Retries that may happen at once, such as when an engine with many requests dies."""
+_PER_S = 1.0
+"""Retries that are always allowed, so that light traffic is not without them."""
+
+
+class _Part:
+    """Limits some retries to a share of the requests, so that an outage does not multiply the load.
+
+    Belongs to the event loop's thread.
+    """
+
+    def __init__(self, share: float, clock_s: Callable[[], float]) -> None:
+        """`share`: retries that each request allows, from 0 (no retries at all) upwards."""
+        self._share = share
+        self._clock_s = clock_s
+        self._left = _BURST if share else 0.0
+        self._filled_s = clock_s()
+        self.num_requests = 0
+        """Requests that are not added to what is left yet."""
+        self.num_spent = 0
+        self.num_refused = 0
+
+    @property
+    def has_any(self) -> bool:
+        """Whether a retry would be allowed now."""
+        self._fill()
+        return self._left >= 1
+
+    def spend(self) -> bool:
+        """Take one retry; False: there is none left."""
+        if not self.has_any:
+            self.num_refused += 1
+            return False
+        self._left -= 1
+        self.num_spent += 1
+        return True
+
+    def _fill(self) -> None:
+        now_s, more = self._clock_s(), self.num_requests * self._share
+        if self._share:
+            more += (now_s - self._filled_s) * _PER_S
+        self._left = min(_BURST, self._left + more)
+        self._filled_s = now_s
+        self.num_requests = 0
+
+
+class RetryBudget:
+    """One part is for retries after an engine's answer, such as a 500, one for all other retries.
+
+    A request may be the cause of such answers. Requests on which every engine fails must not use up
+    the retries that others need when an engine is gone.
+    """
+
+    def __init__(self, share: float, clock_s: Callable[[], float]) -> None:
+        """`share` is that of each part: retries that each request allows, 0 for none at all."""
+        self._after_answers = _Part(share, clock_s)
+        self._others = _Part(share, clock_s)
+
+    def after(self, status: int | None) -> _Part:
+        """Return the part for a retry after an answer with `status`; None: there was none."""
+        is_answer = status is not None and status not in GONE_STATUSES
+        return self._after_answers if is_answer else self._others
+
+    def note_request(self) -> None:
+        """Add what one request allows."""
+        self._after_answers.num_requests += 1
+        self._others.num_requests += 1
+
+    def status(self) -> dict[str, int]:
+        """Return counts for the status page."""
+        both = self._after_answers, self._others
+        return {
+            "made": sum(each.num_spent for each in both),
+            "refused": sum(each.num_refused for each in both),
+        }
+
+
+class IsLast(Protocol):
+    """Tells whether no other engine of the stage would be asked if this one failed now: with an
+    answer of `status`, or without one.
+    """
+
+    def __call__(self, status: int | None = None) -> bool:
+        """`status` may be that of an error event."""
+
+
+class Attempt(NamedTuple):
+    """One try at one engine."""
+
+    engine: Engine
+    is_last: IsLast
+
+
+def _anything(failure: EngineError) -> bool:
+    return True
+
+
+class Retries:
+    """Chooses the engines of each stage. Belongs to the event loop's thread."""
+
+    def __init__(
+        self,
+        pools: Mapping[Stage, EnginePool],
+        budget: RetryBudget,
+        events: Events,
+        *,
+        keeps_affinity: bool,
+    ) -> None:
+        """`events` hear of each retry. `keeps_affinity`: whether requests go to the engines
+        that got similar ones before.
+        """
+        self._pools = pools
+        self._budget = budget
+        self._events = events
+        self._keeps_affinity = keeps_affinity
+
+    async def run(
+        self,
+        stage: Stage,
+        call: Callable[[Attempt], Awaitable[T]],
+        context: RequestContext,
+        work: Work,
+        may_move: Callable[[EngineError], bool] = _anything,
+    ) -> T:
+        """Return what `call` returns for an engine of the stage, and for another one if that fails.
+
+        `may_move` tells whether another engine may be asked after a failure of this stage. A
+        failure that `call` raises has left the client without an event of an answer.
+
+        Raises:
+            EngineError: no engine is available, the last one failed, or another stage did.
+        """
+        pool = self._pools[stage]
+        tried: list[Engine] = []
+
+        def another(status: int | None) -> Engine | None:
+            has_more = len(tried) < _MAX_ENGINES and self._budget.after(status).has_any
+            return pool.choose(tried, work) if has_more else None
+
+        def is_last(status: int | None = None) -> bool:
+            return another(status) is None
+
+        work = work if self._keeps_affinity else work._replace(key=b"")
+        engine = self._first(stage, work)
+        while True:
+            tried.append(engine)
+            try:
+                return await call(Attempt(engine, is_last))
+            except EngineError as failure:
+                if failure.stage is not stage or not (failure.may_move and may_move(failure)):
+                    raise
+                pool.mark_doubtful(engine)
+                following = another(failure.status)
+                if following is None and failure.status is None and len(tried) < _MAX_ENGINES:
+                    following = self._resting(stage, work, tried)
+                if following is None or not self._budget.after(failure.status).spend():
+                    raise
+                logger.warning(
+                    "request %s tries another %s: %s", context.request_id, stage, failure
+                )
+                self._events.stage_retried(stage)
+                engine = following
+
+    def _resting(self, stage: Stage, work: Work, tried: Collection[Engine]) -> Engine | None:
+        """Return a D that rests after a failure. It may be back, and there is no other way."""
+        if stage is not Stage.DECODE:
+            return None
+        engine = self._pools[stage].soonest_available(work.model, tried)
+        return None if engine is None or engine.is_hung else engine
+
+    def _first(self, stage: Stage, work: Work) -> Engine:
+        engine = self._pools[stage].choose(work=work)
+        if engine is None and stage is Stage.DECODE:
+            # There is no other way to an answer.
+            engine = self._pools[stage].soonest_available(work.model)
+        if engine is None:
+            raise EngineError(stage, "no engine is available", reached=False)
+        return engine

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of one request, from its head to the end of its answer."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+from aiohttp import web
+
+from ecshare.router.api.client_request import ClientRequest, Request, too_deep
+from ecshare.router.api.client_view import PrefillUsage
+from ecshare.router.api.dialects import Dialect
+from ecshare.router.api.errors import OVERLOADED_STATUSES, EngineError, RefusalError
+from ecshare.router.api.turns import Turn
+from ecshare.router.api.usage import AnswerTail
+from ecshare.router.http.blobs import Blobs, Payload
+from ecshare.router.http.memory import Reservation
+from ecshare.router.types import Stage, Work
+
+MAX_CALLS = 100
+"""How many calls of engines are remembered for one request."""
+STATUS_CLASSES = ("2xx", "3xx", "4xx", "429", "5xx", "client_gone")
+OUTCOMES = ("ok", "refused", "failed", "cancelled")
+"""How a call of an engine may end. `refused`: a 4xx answer. `cancelled`: nobody waited for it."""
+
+
+@dataclass(eq=False)
+class EngineCall:
+    """One request to one engine, as operators see it. It holds nothing that a client has written.
+
+    Times are those of `time.monotonic`.
+    """
+
+    stage: Stage
+    engine: str
+    began_s: float = field(default_factory=time.monotonic)
+    first_byte_s: float | None = None
+    """When the answer began: with its head, or with the first event of a stream."""
+    ended_s: float | None = None
+    status: int = 0
+    is_broken: bool = False
+    """Whether the answer broke off."""
+    outcome: str = "running"
+    headers: dict[str, str] = field(default_factory=dict)
+    """What subscribers have the engine sent besides."""
+
+    def note_first_byte(self) -> None:
+        """Note that the answer has begun."""
+        if self.first_byte_s is None:
+            self.first_byte_s = time.monotonic()
+
+    def end(self, failure: BaseException | None) -> None:
+        """Note that the call has ended, because of `failure` if that is an error."""
+        self.ended_s = time.monotonic()
+        self.outcome = "failed" if self.is_broken else _outcome(self.status, failure)
+
+
+def _outcome(status: int, failure: BaseException | None) -> str:
+    if status >= 500 or status in OVERLOADED_STATUSES or isinstance(failure, EngineError):
+        return "failed"
+    if failure is not None and not isinstance(failure, RefusalError):
+        return "cancelled"
+    return "ok" if status < 400 else "refused"
+
+
+@dataclass(eq=False)
+class RequestContext:
+    """One request on its way through the router. Belongs to the event loop's thread.
+
+    Times are those of `time.monotonic`.
+    """
+
+    http: web.Request
+    request_id: str
+    dialect: Dialect
+    """In which the client is told of errors."""
+    route: str
+    """The path of the route, `none` if there is none. It has nothing of a client's own path."""
+    reservation: Reservation
+    headers: dict[str, str] = field(default_factory=dict)
+    """Sent to the engines with the request."""
+    began_s: float = field(default_factory=time.monotonic)
+    at_s: float = field(default_factory=time.time)
+    """When it came, in seconds since the epoch."""
+
+    blobs: Blobs = field(default_factory=Blobs)
+    turns: list[Turn] = field(default_factory=list)
+    """The messages of the prompt, if P is asked only for what it has not stored."""
+    work: Work = Work()
+    """What P has to do for it."""
+    prefill_usage: PrefillUsage = field(default_factory=PrefillUsage)
+    """What P has told of the prompt."""
+
+    path: list[Stage] = field(default_factory=list)
+    """The stages that have worked for it."""
+    avoided: list[Stage] = field(default_factory=list)
+    """The stages that would have had nothing to do."""
+    seconds: dict[Stage, float] = field(default_factory=dict)
+    calls: list[EngineCall] = field(default_factory=list)
+    """The calls of engines that were made for it, at most MAX_CALLS."""
+
+    answer: web.StreamResponse | None = None
+    """The answer whose head the client has. Of a stream it may have nothing but comments besides:
+    another engine may still be asked, and goes on with it. Errors are sent as events of it."""
+    first_event_s: float | None = None
+    """When the first event of a stream was sent. From then on D's failure is an event of the
+    stream, and no other engine is asked."""
+    tail: AnswerTail = field(default_factory=AnswerTail)
+    """D's answer, as far as the client got it."""
+    error: str = ""
+    """The kind of the error that the client gets, for the metrics."""
+    status: int | None = None
+    """The status that the client got; None: it got none so far, or has gone."""
+    ended_s: float | None = None
+    client: ClientRequest = field(init=False)
+    """The request, once it is read."""
+
+    @property
+    def status_class(self) -> str:
+        """Its status in one of STATUS_CLASSES, or `running`."""
+        if self.ended_s is None:
+            return "running"
+        if self.status is None:
+            return "client_gone"
+        return "429" if self.status == 429 else f"{self.status // 100}xx"
+
+    def release(self) -> None:
+        """Release what is large: an idle connection still refers to its last request."""
+        self.blobs.clear()
+        self.tail = AnswerTail()
+        self.turns = []
+        if hasattr(self, "client"):
+            del self.client
+
+    @contextmanager
+    def timed(self, stage: Stage) -> Iterator[None]:
+        """Time a stage, and add it to the path if the block ends without an error."""
+        began_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = time.monotonic() - began_s
+        self.passed(stage)
+
+    def passed(self, stage: Stage) -> None:
+        """Add a stage to the path."""
+        if stage not in self.path:
+            self.path.append(stage)
+
+    def begin_again(self) -> None:
+        """Forget the stages that have worked for it: it goes through them in another way."""
+        self.path.clear()
+        self.avoided.clear()
+
+    def payload(self, request: Request, work: Work) -> Payload:
+        """Return a request in the form that engines are sent.
+
+        Raises:
+            ApiError: it is nested too deeply.
+        """
+        try:
+            return Payload(self.blobs, msgspec.json.encode(request), work)
+        except RecursionError as exc:  # decoding just succeeded, and our fields add a level
+            raise too_deep() from exc
+
+    def response_headers(self, status: int) -> dict[str, str]:
+        """Return the response headers as far as they are known now.
+
+        With an error they do not tell what was done, or was known before: engines may have refused
+        the client.
+        """
+        # Hides the name and version of the HTTP library.
+        shown = {"Server": "ecshare", "x-request-id": self.request_id}
+        if not 200 <= status < 300:
+            return shown
+        if self.path:
+            shown["x-ecshare-path"] = ",".join(self.path)
+        if self.avoided:
+            shown["x-ecshare-avoided"] = ",".join(self.avoided)
+        if self.seconds:
+            times = (f"{stage};dur={spent * 1000:.1f}" for stage, spent in self.seconds.items())
+            shown["Server-Timing"] = ", ".join(times)
+        return shown
+
+
+CONTEXT: web.RequestKey[RequestContext] = web.RequestKey("context", RequestContext)

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what users give to a `RouterConfig`: the command line, the environment and a file.
+
+Of an option that is given several times, the command line counts before the environment, and that
+before the file.
+"""
+
+import argparse
+import difflib
+import os
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from ecshare import __version__
+from ecshare.router.options.config import Option, RouterConfig
+from ecshare.router.options.engine_urls import repeated_url
+from ecshare.router.options.engines_file import Urls, read_engines
+from ecshare.router.options.values import MIB, mebibytes
+from ecshare.router.types import Stage
+from ecshare.store.attribute_docs import attribute_docs
+from ecshare.store.errors import ConfigError
+
+# Not shorter: for a service that is called ecshare-router, Kubernetes sets ECSHARE_ROUTER_PORT.
+VARIABLES = "ECSHARE_ROUTER_OPTION_"
+_CONFIG = "--config"
+_MAX_FILE_BYTES = 1024 * 1024
+_ENGINES = {
+    "encoder": Stage.ENCODE,
+    "prefiller": Stage.PREFILL,
+    "decoder": Stage.DECODE,
+}
+_SWITCHED = {"true": True, "1": True, "false": False, "0": False}
+
+
+class Setting(NamedTuple):
+    """A field of `RouterConfig`, and how users give it."""
+
+    field: str
+    kind: Any
+    option: Option
+    default: Any
+
+    @property
+    def is_switch(self) -> bool:
+        """Return whether the field is a boolean."""
+        return self.kind is bool
+
+    @property
+    def may_repeat(self) -> bool:
+        """Return whether the field has several values."""
+        return get_origin(self.kind) is tuple
+
+    @property
+    def choices(self) -> tuple[str, ...] | None:
+        """Return all values that the field may have; None if they are not a few."""
+        return get_args(self.kind) if get_origin(self.kind) is Literal else None
+
+    @property
+    def shown_default(self) -> str:
+        """Return the default in words."""
+        if self.option.if_none:
+            return self.option.if_none
+        if self.option.read is mebibytes:
+            return f"{self.default / MIB:g}"
+        if self.is_switch:
+            return "off"
+        if self.default in (None, "", ()):
+            return "none"
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+
+    def value(self, given: Sequence[str]) -> Any:
+        """Return the field's value.
+
+        Raises:
+            ConfigError: what was given is wrong; says why.
+        """
+        if self.may_repeat:
+            return tuple(self._one(text) for text in given)
+        if len(given) != 1:
+            raise ConfigError("it can be given once only")
+        return self._one(given[0])
+
+    def _one(self, text: str) -> Any:
+        if self.is_switch:
+            if text.lower() not in _SWITCHED:
+                raise ConfigError(f"{text!r} must be true or false")
+            return _SWITCHED[text.lower()]
+        if self.choices and text not in self.choices:
+            raise ConfigError(f"{text!r} must be one of {', '.join(self.choices)}")
+        try:
+            return self.option.read(text)
+        except (argparse.ArgumentTypeError, ValueError) as exc:
+            raise ConfigError(str(exc)) from exc
+
+
+@cache
+def settings() -> Mapping[str, Setting]:
+    """Return all settings, by the names of their flags without dashes in front."""
+    hints = get_type_hints(RouterConfig, include_extras=True)
+    found = {}
+    for field in msgspec.structs.fields(RouterConfig):
+        kind, option = get_args(hints[field.name])
+        found[option.flag[2:]] = Setting(field.name, kind, option, field.default)
+    return found
+
+
+def make_parser(prog: str) -> argparse.ArgumentParser:
+    """Return the parser of the command line. Its result has the fields that are given."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Route completions over encode, prefill and decode engines.",
+        epilog=f"Each option may also be in the environment, such as {VARIABLES}MAX_ITEMS=8.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"ecshare {__version__}", help="print the version"
+    )
+    parser.add_argument(
+        _CONFIG,
+        metavar="FILE",
+        type=Path,
+        help="A TOML file of options, named as here without the dashes in front; several values "
+        "of one option are a list. What is given here or in the environment counts more. "
+        "(default: none)",
+    )
+    docs = attribute_docs(RouterConfig)
+    for setting in settings().values():
+        option = setting.option
+        about: dict[str, Any] = {"dest": setting.field}
+        about["help"] = f"{docs[setting.field]} (default: {setting.shown_default})".replace(
+            "%", "%%"
+        )
+        if setting.is_switch:
+            about["action"] = "store_true"
+        else:
+            about |= {"type": option.read, "metavar": option.metavar, "choices": setting.choices}
+        if setting.may_repeat:
+            about["action"] = "append"
+        parser.add_argument(option.flag, **about)
+    return parser
+
+
+def parse_arguments(
+    arguments: Sequence[str] | None = None,
+    prog: str = "python -m ecshare.router",
+    environment: Mapping[str, str] = os.environ,
+) -> RouterConfig:
+    """Return the options. Exits with status 2 and one sentence if they are wrong."""
+    parser = make_parser(prog)
+    given = vars(parser.parse_args(arguments))
+    try:
+        path = given.pop("config", None)
+        values = {} if path is None else dict(_from_file(path))
+        values |= dict(_from_environment(environment))
+        values |= {
+            name: tuple(each) if isinstance(each, list) else each for name, each in given.items()
+        }
+        return RouterConfig(**values | _engine_urls(values))
+    except ConfigError as exc:
+        parser.error(str(exc))
+
+
+def _from_file(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the fields that the file gives, with their values.
+
+    Raises:
+        ConfigError: it cannot be used; names the option at fault.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_FILE_BYTES + 1)
+        if len(content) > _MAX_FILE_BYTES:
+            raise ConfigError(f"argument {_CONFIG}: {path} has more than {_MAX_FILE_BYTES} bytes")
+        options = tomllib.loads(content.decode())
+    except OSError as exc:
+        reason = exc.strerror or exc
+        raise ConfigError(f"argument {_CONFIG}: {path} cannot be read: {reason}") from exc
+    except (ValueError, RecursionError) as exc:
+        raise ConfigError(f"argument {_CONFIG}: {path} is no TOML: {exc}") from exc
+    for name, value in options.items():
+        listed = value if isinstance(value, list) else [value]
+        where = f"{path}: {name}"
+        if not all(isinstance(each, str | int | float) for each in listed):
+            raise ConfigError(
+                f"{where}: it must be a text, a number, true or false, or a list of them"
+            )
+        texts = [str(each).lower() if isinstance(each, bool) else str(each) for each in listed]
+        yield _value(where, name, texts)
+
+
+def _from_environment(environment: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    """Yield the fields that environment variables give, with their values.
+
+    Raises:
+        ConfigError: one is wrong; names it.
+    """
+    for variable, text in environment.items():
+        if variable.startswith(VARIABLES):
+            name = variable.removeprefix(VARIABLES).lower().replace("_", "-")
+            several = name in settings() and settings()[name].may_repeat
+            yield _value(variable, name, text.split() if several else [text])
+
+
+def _value(where: str, name: str, texts: Sequence[str]) -> tuple[str, Any]:
+    setting = settings().get(name)
+    if setting is None:
+        (*alike,) = difflib.get_close_matches(name, settings(), 1)
+        hint = f"; did you mean {alike[0]}?" if alike else ""
+        raise ConfigError(f"{where}: the router has no option {name!r}{hint}")
+    try:
+        return setting.field, setting.value(texts)
+    except ConfigError as exc:
+        raise ConfigError(f"{where}: {exc}") from exc
+
+
+def _engine_urls(values: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Return the engines of each stage, by field.
+
+    Raises:
+        ConfigError: they are not usable; says why.
+    """
+    given = {name: values.get(f"{name}s", ()) for name in _ENGINES}
+    if (path := values.get("engines_file")) is not None:
+        urls = _listed_in(path, is_alone=not any(given.values()))
+        return {f"{name}s": urls[stage] for name, stage in _ENGINES.items()}
+    if not given["decoder"]:
+        raise ConfigError("the following arguments are required: --decoder, or --engines")
+    if twice := repeated_url(given):
+        raise ConfigError(
+            f"argument --{twice.group}: {twice.url} is already given as --{twice.earlier_group}; "
+            "name each engine once, and leave out the stages that have none of their own"
+        )
+    return {f"{name}s": urls for name, urls in given.items()}
+
+
+def _listed_in(path: Path, *, is_alone: bool) -> Urls:
+    """Return the engines of --engines.
+
+    Raises:
+        ConfigError: the file is not usable, or other engines are given besides.
+    """
+    if not is_alone:
+        raise ConfigError("argument --engines: the file names all engines; give no others")
+    try:
+        return read_engines(path).urls
+    except ConfigError as exc:
+        raise ConfigError(f"argument --engines: {exc}") from exc

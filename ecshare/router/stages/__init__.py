@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stages of a request: encode, prefill, decode. Start with `pipeline`."""

@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each stage is sent. Pure: JSON objects in, new JSON objects out.
+
+Each stage gets its own form of the conversation. E (encode) gets single items. P (prefill) and D
+(decode) get the client's request, in which each item is either inline, under its uuid, or replaced
+by the metadata that E reported. All other fields stay as the client sent them, because P and D must
+compute the same prompt tokens: templates may use tools, tool_choice, response_format and more.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ecshare.router.api.chat import CHAT, other_fields, part_with_bytes
+from ecshare.router.api.client_request import (
+    EC_PARAMS,
+    KV_PARAMS,
+    SAVE_OPTIONS,
+    ClientRequest,
+    Endpoint,
+    Media,
+    MediaItem,
+    Request,
+    too_deep,
+)
+
+Metadata = dict[str, list[int | float]]
+
+# They ask for output that nobody reads, or contradict max_tokens = 1.
+_NOT_FOR_PREFILL = (
+    "stream_options", "logprobs", "top_logprobs", "logprob_token_ids", "prompt_logprobs",
+    "min_tokens", "use_beam_search", "echo", "return_token_ids", "return_prompt_text", "include",
+    "enable_response_messages", "max_tool_calls",
+)  # fmt: skip
+FOR_DECODE: Request = {"kvshare": {"for_decode": True}}
+"""Tells P that another engine goes on with the prompt. See docs/format.md."""
+STREAMED: Request = {"kvshare": {"streamed": True}}
+"""Tells D, while P still computes, that the whole prompt will be stored. See docs/format.md."""
+
+_MAX_METADATA_FIELDS = 16
+_MAX_METADATA_VALUES = 65_536
+
+
+def inline_request(client: ClientRequest, media: Sequence[Media]) -> Request:
+    """Return the client's request with the bytes of every item, under its uuid if it takes one."""
+    parts = zip(client.items, media, strict=True)
+    return client.with_parts({item: _full_part(client, item, held) for item, held in parts})
+
+
+def encode_requests(client: ClientRequest, media: Sequence[Media]) -> dict[str, Request]:
+    """Return one chat completion for E for each distinct item, by uuid.
+
+    An embedding does not depend on the rest of the prompt. So E needs no text, and several encoders
+    can share the items of one request.
+    """
+    names = (*client.endpoint.options, EC_PARAMS)
+    common = {name: client.request[name] for name in names if name in client.request}
+    common |= {"max_tokens": 1, "max_completion_tokens": 1, "stream": False}
+    # P and D are told that they are stored, so E is not to wait until it has seen them more often.
+    common = _with_params(common, EC_PARAMS, {SAVE_OPTIONS[EC_PARAMS]: True})
+    return {
+        held.uuid: common
+        | {"messages": [{"role": "user", "content": [_encoder_part(client, item, held)]}]}
+        for item, held in zip(client.items, media, strict=True)
+    }
+
+
+def encoding_options(client: ClientRequest) -> bytes:
+    """Return a digest of all that E's reports depend on besides the item.
+
+    Raises:
+        ApiError: the processing options are nested too deeply.
+    """
+    options = {name: client.request.get(name) for name in client.endpoint.options}
+    if not client.endpoint.takes_names:
+        options["named by"] = "vLLM"
+    try:
+        return hashlib.sha256(msgspec.json.encode(options, order="deterministic")).digest()
+    except RecursionError as exc:
+        raise too_deep() from exc
+
+
+def encoding_key(options: bytes, uuid: str) -> bytes:
+    """Return the digest of all that E's report of an item depends on."""
+    return hashlib.sha256(options + uuid.encode()).digest()
+
+
+def encoded_request(
+    client: ClientRequest,
+    media: Sequence[Media],
+    reports: Mapping[str, Metadata | None],
+    announced: Request,
+) -> Request:
+    """Return the client's request, for P and D, with what E says.
+
+    Where vLLM takes no metadata in place of an item, P gets its bytes, and waits for the embedding
+    if it is `announced`: E's answers may be there before what they announce.
+    """
+    if client.endpoint.takes_metadata:
+        return metadata_request(client, media, reports)
+    request = inline_request(client, media)
+    return _with_params(request, EC_PARAMS, announced) if announced else request
+
+
+def metadata_request(
+    client: ClientRequest, media: Sequence[Media], reports: Mapping[str, Metadata | None]
+) -> Request:
+    """Return the client's request with metadata in place of the items that E encoded.
+
+    For each modality vLLM takes either media or metadata, and metadata with one set of fields. So a
+    modality keeps its media if an item has no metadata, or other fields than the rest.
+    """
+    whole = _modalities_sent_whole(client, media, reports)
+    parts = {}
+    for item, held in zip(client.items, media, strict=True):
+        if (report := reports.get(held.uuid)) and item.modality not in whole:
+            parts[item] = _metadata_part(client, item, held.uuid, report)
+        else:
+            parts[item] = _full_part(client, item, held)
+    return client.with_parts(parts)
+
+
+def needs_bytes(
+    client: ClientRequest, media: Sequence[Media], reports: Mapping[str, Metadata | None]
+) -> bool:
+    """Tell whether `encoded_request` would send an item whole."""
+    return not client.endpoint.takes_metadata or bool(
+        _modalities_sent_whole(client, media, reports)
+    )
+
+
+def _modalities_sent_whole(
+    client: ClientRequest, media: Sequence[Media], reports: Mapping[str, Metadata | None]
+) -> set[str]:
+    fields: dict[str, set[tuple[str, ...]]] = {}
+    for item, held in zip(client.items, media, strict=True):
+        names = tuple(sorted(reports.get(held.uuid) or ()))
+        fields.setdefault(item.modality, set()).add(names)
+    return {name for name, sets in fields.items() if len(sets) > 1 or () in sets}
+
+
+def prefill_request(endpoint: Endpoint, request: Request) -> Request:
+    """Return the request to P: the same prompt for another engine, one token, no further output."""
+    kept = {name: value for name, value in request.items() if name not in _NOT_FOR_PREFILL}
+    if _is_thinking(kept.get("thinking")):
+        del kept["thinking"]  # its budget must be less than max_tokens, and is all that it sets
+    kept |= dict.fromkeys(endpoint.limits, 1) | endpoint.prefill
+    return _with_params(kept, KV_PARAMS, FOR_DECODE)
+
+
+def _is_thinking(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("type") == "enabled"
+
+
+def scores_prompt(endpoint: Endpoint, request: Request) -> bool:
+    """Tell whether D computes the whole prompt in any case, because its logits are asked for."""
+    if request.get("prompt_logprobs") is not None:
+        return True
+    # Chat completions have `top_logprobs`, which counts as 0 if it is missing.
+    counts = endpoint.path == CHAT or request.get("logprobs") is not None
+    return counts and bool(request.get("echo"))
+
+
+def decode_request(request: Request, hand_over: Request | None) -> Request:
+    """Return the request to D: the client's own sampling, and what P handed over."""
+    return request if hand_over is None else _with_params(request, KV_PARAMS, hand_over)
+
+
+def _with_params(request: Request, name: str, params: Request) -> Request:
+    """Return the request with transfer params beside what the client says of saves."""
+    return request | {name: params | (request.get(name) or {})}
+
+
+def _full_part(client: ClientRequest, item: MediaItem, held: Media) -> Request:
+    assert held.url, "an item without its bytes"
+    return client.endpoint.with_bytes(client.part_at(item), item, held)
+
+
+def _encoder_part(client: ClientRequest, item: MediaItem, held: Media) -> Request:
+    if client.endpoint.takes_metadata:
+        return _full_part(client, item, held)
+    part = part_with_bytes({}, item, held)
+    if not client.endpoint.takes_names:
+        del part["uuid"]  # P and D name it by its bytes, and so must E
+    return part
+
+
+def _metadata_part(client: ClientRequest, item: MediaItem, uuid: str, report: Metadata) -> Request:
+    kind = f"{item.modality}_embeds"
+    return other_fields(client.part_at(item)) | {"type": kind, kind: report, "uuid": uuid}
+
+
+def reported_metadata(answer: Request) -> Metadata | None:
+    """Return the metadata that E reports for its one item, None if P could not use it.
+
+    The key of the report is not compared: vLLM hashes the uuid with the processing options, if any.
+    """
+    reports = answer.get(EC_PARAMS)
+    if not isinstance(reports, dict) or len(reports) != 1:
+        return None
+    (report,) = reports.values()
+    if not isinstance(report, dict) or report.get("item_indices", [0]) != [0]:
+        return None
+    metadata = report.get("metadata")
+    return metadata if is_metadata(metadata) else None
+
+
+def announced_media(answer: Request) -> Request:
+    """Return what E says of its item, in the form that P and D are sent."""
+    reports = answer.get(EC_PARAMS)
+    return reports if isinstance(reports, dict) else {}
+
+
+def is_metadata(value: Any) -> bool:
+    """Tell whether P could use `value` in place of an item."""
+    return (
+        isinstance(value, dict)
+        and 0 < len(value) <= _MAX_METADATA_FIELDS
+        and all(_is_row(row) for row in value.values())
+    )
+
+
+def _is_row(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and 0 < len(value) <= _MAX_METADATA_VALUES
+        and all(_is_number(each) for each in value)
+    )
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a tensor could hold it: JSON has integers of any length."""
+    return type(value) is float or (type(value) is int and -(1 << 63) <= value < 1 << 63)
+
+
+def reported_hand_over(answer: Request) -> Request | None:
+    """Return P's transfer params, which the router does not interpret; None if there are none."""
+    params = answer.get(KV_PARAMS)
+    return params if isinstance(params, dict) and params else None
+
+
+def num_missing_tokens(answer: Request) -> int | None:
+    """Return how many tokens of its prompt P has not stored, besides the last, which D computes.
+
+    None: P does not say, or hands over something that may serve only once.
+    """
+    hand_over = reported_hand_over(answer) or {}
+    ours = hand_over.get("kvshare")
+    if hand_over.keys() != {"kvshare"} or not isinstance(ours, dict):
+        return None
+    num_stored, num_tokens = ours.get("num_tokens"), _num_prompt_tokens(answer.get("usage"))
+    if type(num_stored) is not int or num_tokens is None:
+        return None
+    return num_tokens - 1 - num_stored if 0 < num_stored < num_tokens else None
+
+
+def _num_prompt_tokens(usage: Any) -> int | None:
+    """Return the length of the prompt, as any of the endpoints spells it."""
+    if not isinstance(usage, dict):
+        return None
+    # The Messages API alone counts what was found in a cache apart.
+    apart = (usage.get("cache_read_input_tokens"), usage.get("cache_creation_input_tokens"))
+    counts = [usage.get("prompt_tokens", usage.get("input_tokens")), *(each or 0 for each in apart)]
+    numbers = [count for count in counts if type(count) is int]
+    return sum(numbers) if len(numbers) == len(counts) else None
+
+
+class PromptTokens(NamedTuple):
+    """The tokens of a prompt, and how many of them an engine had or loaded: in whole blocks."""
+
+    total: int
+    cached: int
+
+
+def prompt_tokens(answer: Request) -> PromptTokens | None:
+    """Return what an answer's usage tells of its prompt; None: it does not tell."""
+    usage = answer.get("usage")
+    total = _num_prompt_tokens(usage)
+    if total is None or not isinstance(usage, dict):
+        return None
+    details = usage.get("prompt_tokens_details", usage.get("input_tokens_details"))
+    of = details.get("cached_tokens") if isinstance(details, dict) else None
+    cached = usage.get("cache_read_input_tokens") if of is None else of
+    return PromptTokens(total, cached) if type(cached) is int else None
+
+
+def told_usage(answer: Request) -> Request | None:
+    """Return the usage that an answer tells; None: it tells none."""
+    usage = answer.get("usage")
+    return usage if isinstance(usage, dict) else None
+
+
+def is_streamed(hand_over: Request | None) -> bool:
+    """Whether P stored KV while it computed, as its hand-over tells."""
+    return hand_over is not None and STREAMED.keys() <= hand_over.keys()

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients are shown of D's answers: usage as before the request, and no transfer params."""
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from ecshare.router.api.client_view import ClientView, PrefillUsage
+from ecshare.router.api.dialects import Dialect
+from tests.ecshare.router.fake_engine import Answer, Held, chat, failing, fleet, hang_up
+
+OURS = {"kvshare": {"num_tokens": 39, "size": 1}}
+
+
+def compact(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def chat_usage(cached: int | None, created: int | None = None) -> dict[str, Any]:
+    details = {"cached_tokens": cached, "created_cache_tokens": created, "audio_tokens": 3}
+    return {"prompt_tokens": 40, "completion_tokens": 2, "prompt_tokens_details": details}
+
+
+def apart(new: int, read: int | None, created: int | None) -> dict[str, Any]:
+    counts = {"cache_read_input_tokens": read, "cache_creation_input_tokens": created}
+    given = {name: count for name, count in counts.items() if count is not None}
+    return {"input_tokens": new, "output_tokens": 2, **given}
+
+
+def response_usage(cached: int) -> dict[str, Any]:
+    return {"input_tokens": 40, "input_tokens_details": {"cached_tokens": cached}}
+
+
+USAGES = [
+    (Dialect.OPENAI, chat_usage(39, 1), chat_usage(16, 24), chat_usage(16, 24)),
+    (Dialect.OPENAI, chat_usage(39, 1), chat_usage(0, 40), chat_usage(0, 40)),
+    (Dialect.OPENAI, chat_usage(39, 1), None, chat_usage(None)),
+    (Dialect.OPENAI, chat_usage(39, 1), {"prompt_tokens": 40}, chat_usage(None)),
+    (Dialect.OPENAI, chat_usage(39, 1), {"prompt_tokens_details": 5}, chat_usage(None)),
+    (Dialect.RESPONSES, response_usage(39), response_usage(16), response_usage(16)),
+    (Dialect.RESPONSES, response_usage(39), None, response_usage(0)),
+    (Dialect.ANTHROPIC, apart(1, 39, 0), apart(24, 16, 0), apart(24, 16, 0)),
+    (Dialect.ANTHROPIC, apart(1, 39, 0), apart(40, None, None), apart(40, None, None)),
+    (Dialect.ANTHROPIC, apart(0, 39, 1), None, apart(40, None, None)),
+]
+
+
+@pytest.mark.parametrize(("dialect", "of_decode", "of_prefill", "shown"), USAGES)
+def test_what_prefill_computed_does_not_count_as_cached(
+    dialect: Dialect, of_decode: Any, of_prefill: Any, shown: Any
+) -> None:
+    view = ClientView(dialect, PrefillUsage(was_asked=True, told=of_prefill))
+    before, after = {"id": "a", "choices": ["ü"]}, {"x": None}
+    body = compact({**before, "usage": of_decode, **after})
+    assert json.loads(view.whole(body)) == {**before, "usage": shown, **after}
+    for event in (
+        {"usage": of_decode},
+        {"type": "response.completed", "response": {"usage": of_decode}},
+        {"type": "message_start", "message": {"usage": of_decode}},
+    ):
+        told = view.chunk(b"event: x\ndata: " + compact(event) + b"\n\n")
+        expected = json.loads(compact(event).replace(compact(of_decode), compact(shown)))
+        head, data = told.split(b"data:")
+        assert head == b"event: x\n"
+        assert json.loads(data) == expected
+    alone = ClientView(dialect, PrefillUsage())
+    assert alone.whole(body) == body
+
+
+@pytest.mark.parametrize("spaced", [False, True])
+def test_transfer_params_stay_in_the_fleet(spaced: bool) -> None:
+    def written(value: Any) -> bytes:
+        return json.dumps(value).encode() if spaced else compact(value)
+
+    text = 'it says \\"kv_transfer_params\\":{"kvshare":{"num_tokens":39,"size":1}}'
+    body = {"text": text, "kv_transfer_params": OURS, "ec_transfer_params": {"u": {}}, "z": 1}
+    shown = json.loads(ClientView(Dialect.OPENAI, PrefillUsage()).whole(written(body)))
+    assert shown == body | {"kv_transfer_params": None, "ec_transfer_params": None}
+    event = b"data: " + written({"type": "response.completed", "response": body}) + b"\n\n"
+    told = ClientView(Dialect.RESPONSES, PrefillUsage()).chunk(event)
+    assert json.loads(told[5:])["response"] == shown
+
+
+@pytest.mark.parametrize(
+    ("body", "shown"),
+    [
+        (b'{"a":1,"kv_transfer_params":{"k":[1]},"b":2}', b'{"a":1,"b":2}'),
+        (b'{"kv_transfer_params":{"k":[1]},"b":2}', b'{"b":2}'),
+        (b'{"a":1,"kv_transfer_params":{"k":[1]}}', b'{"a":1}'),
+        (b'{"kv_transfer_params":{"k":1},"ec_transfer_params":{"k":1}}', b"{}"),
+    ],
+)
+def test_messages_have_no_such_fields(body: bytes, shown: bytes) -> None:
+    assert ClientView(Dialect.ANTHROPIC, PrefillUsage()).whole(body) == shown
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"kv_transfer_params":null,"usage":{"prompt_tokens_details":null}}',
+        b'{"error":{"message":"cached_tokens"}}', b"cached_tokens", b"[1,\"cached_tokens\"]",
+        b'{"usage":[1,"cached_tokens"]}', b'{"usage":null,"a":"cached_tokens"}', b"",
+        b'{"message":"cached_tokens"}', b'{"a":' * 2000 + b'"cached_tokens"' + b"}" * 2000,
+    ],
+)  # fmt: skip
+def test_all_else_is_shown_as_it_is(body: bytes) -> None:
+    view = ClientView(Dialect.OPENAI, PrefillUsage(was_asked=True, told=chat_usage(1)))
+    assert view.whole(body) == body
+    assert view.chunk(b"data: " + body + b"\n\n") == b"data: " + body + b"\n\n"
+
+
+@pytest.mark.parametrize("line", [b"\n", b"\r\n", b"\r"])
+def test_events_may_come_in_any_pieces(line: bytes) -> None:
+    usage = {"usage": chat_usage(39, 1), "kv_transfer_params": OURS}
+    texts = [b": ping", b"data: " + compact({"a": "ü" * 300}), b"event: e" + line + b"data: {}"]
+    last = b"data: " + compact(usage)
+    stream = b"".join(each + 2 * line for each in (*texts, last, b"data: [DONE]"))
+    shown = {"usage": chat_usage(16, 24), "kv_transfer_params": None}
+    chance = random.Random(1)
+    for _ in range(200):
+        view = ClientView(Dialect.OPENAI, PrefillUsage(True, chat_usage(16, 24)))
+        cuts = sorted(chance.randrange(len(stream)) for _ in range(chance.randrange(12)))
+        pieces = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
+        told = b"".join([*map(view.chunk, pieces), view.end()])
+        *same, changed, done, _ = told.split(2 * line)
+        assert same == texts
+        assert done == b"data: [DONE]"
+        assert json.loads(changed[5:]) == shown
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r", b"\r\n"])
+def test_a_line_waits_for_no_other_one(end: bytes) -> None:
+    """A comment keeps the connection in use, and needs no empty line behind it."""
+    view = ClientView(Dialect.OPENAI, PrefillUsage())
+    for line in (b": ping", b"event: a", b"data: {}", b"", b": ping"):
+        assert view.chunk(line + end) == line + end
+    assert view.chunk(b": ping" + end + b"data: {") == b": ping" + end
+    assert view.chunk(b"}" + end) == b"data: {}" + end
+
+
+def test_a_line_without_end_is_not_kept() -> None:
+    view = ClientView(Dialect.OPENAI, PrefillUsage())
+    piece = b"data: " + b"x" * (1 << 20)
+    told = [len(view.chunk(piece)) for _ in range(20)]
+    assert max(told) <= 17 * len(piece)
+    assert sum(told) + len(view.end()) == 20 * len(piece)
+
+
+def answering(usage: Any, **fields: Any) -> Answer:
+    async def answer(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        content = {"choices": [], "usage": usage, **fields}
+        if not body.get("stream"):
+            return web.json_response(content)
+        return web.Response(
+            body=b'data: {"n":1}\n\ndata: ' + compact(content) + b"\n\ndata: [DONE]\n\n",
+            content_type="text/event-stream",
+        )
+
+    return answer
+
+
+def usage_of(body: bytes) -> Any:
+    last = body.removesuffix(b"\n\ndata: [DONE]\n\n").split(b"data: ")[-1]
+    return json.loads(last)["usage"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_cold_prompt_and_a_warm_one(stream: bool) -> None:
+    async with fleet(0, 1) as f:
+        f.p.answer = answering(chat_usage(0, 40), kv_transfer_params=OURS)
+        f.d.answer = answering(chat_usage(39, 1), kv_transfer_params=OURS)
+        response, body = await f.post(chat(stream=stream))
+        assert response.headers["x-ecshare-path"] == "prefill,decode"
+        assert usage_of(body) == chat_usage(0, 40)
+        assert b"kvshare" not in body
+        response, body = await f.post(chat(stream=stream))
+        assert response.headers["x-ecshare-path"] == "decode"
+        assert usage_of(body) == chat_usage(39, 1)
+        assert f.router.counts()["prefills"]["lost"] == 0
+
+
+@pytest.mark.parametrize(
+    ("of_prefill", "shown"),
+    [(hang_up, chat_usage(None)), (failing(500), chat_usage(None)), (None, chat_usage(39, 1))],
+)
+async def test_a_prefill_engine_that_fails_may_have_stored_some(
+    of_prefill: Answer | None, shown: Any
+) -> None:
+    async with fleet(0, 1) as f:
+        if of_prefill is None:  # nobody listens there
+            (worker,) = f.router.pools[next(iter(list(f.router.pools)[1:2]))]
+            worker.url = "http://127.0.0.1:9"
+        else:
+            f.p.answer = of_prefill
+        f.d.answer = answering(chat_usage(39, 1))
+        response, body = await f.post(chat())
+        assert response.status == 200
+        assert usage_of(body) == shown
+
+
+async def test_prefill_may_answer_after_decode_has_begun() -> None:
+    """The usage at the end of the stream is P's all the same; and null if P never answers."""
+    streamed = {"kvshare": {"streamed": True, "num_tokens": 39}}
+    first, goes_on = b'data: {"n":1}\n\n', asyncio.Event()
+
+    async def answer(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        await response.write(first)
+        await goes_on.wait()
+        await response.write(b"data: " + compact({"usage": chat_usage(39, 1)}) + b"\n\n")
+        return response
+
+    async with fleet(0, 1, prefill="always") as f:
+        of_p = answering(chat_usage(0, 40), kv_transfer_params=streamed)
+        f.p.answer = of_p
+        await f.post(chat())
+        for answers in (True, False):
+            f.p.answer, f.d.answer = held, _ = Held(of_p), answer
+            goes_on.clear()
+            async with f.client.post(f.url + "/v1/chat/completions", json=chat(stream=True)) as r:
+                assert await r.content.readexactly(len(first)) == first
+                if answers:
+                    held.let_go.set()
+                    while f.in_flight("prefill"):
+                        await asyncio.sleep(0.01)
+                goes_on.set()
+                rest = await r.read()
+            assert usage_of(rest) == (chat_usage(0, 40) if answers else chat_usage(None))

@@ -1,0 +1,564 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The endpoints besides chat completions: what each stage is sent, and what the client gets."""
+
+import asyncio
+import base64
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from ecshare.router.api.chat import CHAT
+from ecshare.router.api.endpoints import PASSED_ON, SPLIT
+from ecshare.router.media.identity import identity
+from tests.ecshare.router.fake_engine import (
+    EVENTS,
+    HASHED,
+    LOOPBACK,
+    PNG,
+    STATUS_KEY,
+    Answer,
+    FakeEngine,
+    Fleet,
+    break_in_the_stream,
+    chat,
+    data_url,
+    failing,
+    fleet,
+    hang_up,
+    listening,
+    picture,
+)
+
+COMPLETIONS, RESPONSES, MESSAGES = "/v1/completions", "/v1/responses", "/v1/messages"
+UUID = identity("image", data_url(PNG))
+HAND_OVER = {"kvshare": {"num_tokens": 7}}
+SCREENSHOT = {"type": "computer_screenshot", "image_url": data_url(PNG)}
+BASE64 = base64.b64encode(PNG).decode()
+
+
+def completion(prompt: Any = "Once upon a time", **fields: Any) -> dict[str, Any]:
+    return {"model": "m", "prompt": prompt, "max_tokens": 5, **fields}
+
+
+def input_image(url: str = data_url(PNG)) -> dict[str, Any]:
+    return {"type": "input_image", "image_url": url, "detail": "auto"}
+
+
+def response(*parts: Any, **fields: Any) -> dict[str, Any]:
+    content = [{"type": "input_text", "text": "what is this?"}, *parts]
+    message = {"role": "user", "content": content}
+    return {"model": "m", "input": [message], "max_output_tokens": 5, **fields}
+
+
+def block(data: str = BASE64, media_type: str = "image/png") -> dict[str, Any]:
+    source = {"type": "base64", "media_type": media_type, "data": data}
+    return {"type": "image", "source": source}
+
+
+def message(*parts: Any, **fields: Any) -> dict[str, Any]:
+    content = [{"type": "text", "text": "what is this?"}, *parts]
+    messages = [{"role": "user", "content": content}]
+    return {"model": "m", "messages": messages, "max_tokens": 5, **fields}
+
+
+BODIES: dict[str, Callable[..., dict[str, Any]]] = {
+    CHAT: lambda **fields: chat(**fields),
+    COMPLETIONS: completion,
+    RESPONSES: response,
+    MESSAGES: message,
+}
+every_endpoint = pytest.mark.parametrize("path", SPLIT)
+
+
+async def served(f: Fleet, path: str, body: dict[str, Any], stages: str) -> web.StreamResponse:
+    answer, content = await f.post(body, path=path)
+    assert answer.status == 200, content
+    assert answer.headers["x-ecshare-path"] == stages
+    return answer  # type: ignore[return-value]
+
+
+@every_endpoint
+async def test_prefill_and_decode_are_asked_at_the_same_endpoint(path: str) -> None:
+    async with fleet(hand_over="after") as f:
+        body = BODIES[path](temperature=0, unheard_of={"a": 1.5})
+        await served(f, path, body, "prefill,decode")
+        assert f.p.paths == f.d.paths == [path]
+        assert f.d.bodies == [body | {"kv_transfer_params": HAND_OVER}]
+        (prefill,) = f.p.bodies
+        limits = {name: prefill[name] for name in prefill if name.startswith("max_")}
+        assert limits
+        assert set(limits.values()) == {1}
+        assert prefill["stream"] is False
+        assert {name: prefill[name] for name in body.keys() - limits.keys()} == {
+            name: body[name] for name in body.keys() - limits.keys()
+        }
+
+
+@pytest.mark.parametrize("prompt", ["text", [1, 2, 3], ["text"], [[1, 2, 3]]])
+async def test_a_completion_of_one_prompt_is_handed_over(prompt: Any) -> None:
+    async with fleet(hand_over="after") as f:
+        await served(f, COMPLETIONS, completion(prompt), "prefill,decode")
+        assert f.d.bodies[0]["kv_transfer_params"] == HAND_OVER
+        assert f.d.bodies[0]["prompt"] == f.p.bodies[0]["prompt"] == prompt
+
+
+@pytest.mark.parametrize(
+    "body",
+    [completion(["one", "two"]), completion([[1], [2, 3]]), completion("", prompt_embeds="A")],
+)
+async def test_several_prompts_are_prefilled_and_nothing_is_announced(body: dict[str, Any]) -> None:
+    async with fleet() as f:
+        for _ in range(2):  # P is now known to store while it computes
+            await served(f, COMPLETIONS, body, "prefill,decode")
+        assert f.d.bodies == [body, body]
+        assert len(f.p.bodies) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, completion(echo=True, logprobs=1)),
+        (COMPLETIONS, completion(prompt_logprobs=0)),
+        (CHAT, chat(echo=True)),
+    ],
+)
+async def test_decode_alone_is_asked_for_the_scores_of_a_prompt(
+    path: str, body: dict[str, Any]
+) -> None:
+    async with fleet() as f:
+        await served(f, path, body, "decode")
+        await served(f, COMPLETIONS, completion(echo=True), "prefill,decode")
+
+
+def stored(**usage: int) -> Answer:
+    async def answer(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        params = {"kvshare": {"num_tokens": 99, "size": 1}}
+        return web.json_response({"kv_transfer_params": params, "usage": usage})
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("path", "usage"),
+    [
+        (COMPLETIONS, {"prompt_tokens": 100}),
+        (RESPONSES, {"input_tokens": 100}),
+        (MESSAGES, {"input_tokens": 60, "cache_read_input_tokens": 40}),
+    ],
+)
+async def test_a_prompt_that_is_stored_goes_straight_to_decode(
+    path: str, usage: dict[str, int]
+) -> None:
+    async with fleet(hand_over="after") as f:
+        f.p.answer = stored(**usage)
+        await served(f, path, BODIES[path](), "prefill,decode")
+        await served(f, path, BODIES[path](temperature=1), "decode")
+        await served(f, path, BODIES[path](cache_salt="other"), "prefill,decode")
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "said"),
+    [(RESPONSES, "instructions", "Be brief."), (MESSAGES, "system", [{"text": "Be brief."}])],
+)
+async def test_instructions_are_part_of_the_prompt(path: str, field: str, said: Any) -> None:
+    async with fleet(hand_over="after") as f:
+        f.p.answer = stored(input_tokens=100)
+        for fields in ({}, {field: said}):
+            await served(f, path, BODIES[path](**fields), "prefill,decode")
+            await served(f, path, BODIES[path](**fields), "decode")
+
+
+async def test_one_prompt_at_two_endpoints_is_two_prompts() -> None:
+    async with fleet(hand_over="after") as f:
+        f.p.answer = stored(input_tokens=100, prompt_tokens=100)
+        body = message() | {"max_tokens": 5}
+        await served(f, MESSAGES, body, "prefill,decode")
+        await served(f, CHAT, body, "prefill,decode")
+
+
+async def test_a_picture_of_a_response_is_named_and_announced() -> None:
+    async with fleet(hand_over="after") as f:
+        body = response(input_image(), store=True)
+        await served(f, RESPONSES, body, "encode,prefill,decode")
+        assert f.e.paths == [CHAT]
+        assert f.e.bodies[0]["messages"][0]["content"] == [picture(PNG) | {"uuid": UUID}]
+        for sent in (f.p.bodies[0], f.d.bodies[0]):
+            assert sent["input"][0]["content"][1] == input_image() | {"uuid": UUID}
+            assert sent["ec_transfer_params"].keys() == {UUID}
+        # It is stored by now, also for chat completions.
+        await served(f, RESPONSES, body, "prefill,decode")
+        await served(f, CHAT, chat(picture(PNG)), "prefill,decode")
+        assert "ec_transfer_params" not in f.p.bodies[1]
+        assert len(f.e.bodies) == 1
+
+
+async def test_a_picture_in_a_tools_answer_is_one_too() -> None:
+    async with fleet() as f:
+        answer = {"type": "function_call_output", "call_id": "c", "output": [input_image()]}
+        await served(f, RESPONSES, {"model": "m", "input": [answer]}, "encode,prefill,decode")
+        assert f.p.bodies[0]["input"][0]["output"] == [input_image() | {"uuid": UUID}]
+        result = {"type": "tool_result", "tool_use_id": "t", "content": [block()]}
+        await served(f, MESSAGES, message(result), "encode,prefill,decode")
+        assert f.p.bodies[1]["messages"] == message(result)["messages"]
+
+
+async def test_a_picture_of_a_message_keeps_vllms_own_name() -> None:
+    async with fleet(hand_over="after") as f:
+        await served(f, MESSAGES, message(block()), "encode,prefill,decode")
+        assert f.e.paths == [CHAT]
+        assert f.e.bodies[0]["messages"][0]["content"] == [picture(PNG)]
+        for sent in (f.p.bodies[0], f.d.bodies[0]):
+            assert sent["messages"] == message(block())["messages"]
+            assert sent["ec_transfer_params"].keys() == {HASHED}
+        await served(f, MESSAGES, message(block()), "prefill,decode")
+        # Under the router's name it is not stored.
+        await served(f, CHAT, chat(picture(PNG)), "encode,prefill,decode")
+
+
+async def test_engines_fetch_no_urls() -> None:
+    async def image(http: web.Request) -> web.Response:
+        return web.Response(body=PNG)
+
+    app = web.Application()
+    app.router.add_get("/a.png", image)
+    async with listening(app) as host, fleet(allow_media_networks=LOOPBACK) as f:
+        url = host + "/a.png"
+        inline = "data:application/octet-stream;base64," + BASE64
+        await served(f, RESPONSES, response(input_image(url)), "encode,prefill,decode")
+        assert f.p.bodies[0]["input"][0]["content"][1]["image_url"] == inline
+        linked = {"type": "image", "source": {"type": "url", "url": url}}
+        await served(f, MESSAGES, message(linked), "encode,prefill,decode")
+        sent = f.p.bodies[1]["messages"][0]["content"][1]
+        assert sent == block(media_type="application/octet-stream")
+        for path, body in (
+            ("/tokenize", {"messages": [{"role": "user", "content": [picture(PNG)]}]}),
+            ("/score", {"queries": "q", "documents": {"content": [picture(PNG)]}}),
+        ):
+            text = json.dumps(body).replace(data_url(PNG), url)
+            await served(f, path, json.loads(text), "decode")
+            fetched = json.dumps(body).replace(
+                data_url(PNG) + '"}', inline + f'"}}, "uuid": "{UUID}"'
+            )
+            assert f.d.bodies[-1] == json.loads(fetched) | {"model": "m"}
+
+
+async def test_large_images_arrive_whole() -> None:
+    """Their base64 is kept apart from the JSON."""
+    large = base64.b64encode(bytes(range(256)) * 1000).decode()
+    url = "data:image/png;base64," + large
+    uuid = identity("image", url)
+    async with fleet() as f:
+        await served(f, MESSAGES, message(block(large)), "encode,prefill,decode")
+        await served(f, RESPONSES, response(input_image(url)), "encode,prefill,decode")
+        await served(f, "/v1/messages/count_tokens", message(block(large)), "decode")
+        shown = [body["messages"][0]["content"] for body in f.e.bodies]
+        whole = {"type": "image_url", "image_url": {"url": url}}
+        assert shown == [[whole], [whole | {"uuid": uuid}]]
+        assert f.p.bodies[0]["messages"] == message(block(large))["messages"]
+        assert f.d.bodies[1]["input"][0]["content"][1] == input_image(url) | {"uuid": uuid}
+        assert f.d.bodies[2] == message(block(large))
+
+
+async def test_a_known_image_is_fetched_at_once_where_its_bytes_are_needed() -> None:
+    statuses: list[int] = []
+
+    async def image(http: web.Request) -> web.Response:
+        has_it = http.headers.get("If-None-Match") == '"a"'
+        statuses.append(304 if has_it else 200)
+        return web.Response(
+            status=statuses[-1], body=b"" if has_it else PNG, headers={"ETag": '"a"'}
+        )
+
+    app = web.Application()
+    app.router.add_get("/a.png", image)
+    async with listening(app) as host, fleet(allow_media_networks=LOOPBACK) as f:
+        for stages in ("encode,prefill,decode", "prefill,decode"):
+            await served(f, RESPONSES, response(input_image(host + "/a.png")), stages)
+        assert statuses == [200, 200]
+
+
+async def test_thinking_does_not_keep_prefill_from_one_token() -> None:
+    async with fleet() as f:
+        thinking = {"type": "enabled", "budget_tokens": 1024}
+        body = message(thinking=thinking) | {"max_tokens": 2048}
+        await served(f, MESSAGES, body, "prefill,decode")
+        assert "thinking" not in f.p.bodies[0]
+        assert f.d.bodies[0]["thinking"] == thinking
+
+
+@every_endpoint
+async def test_if_prefill_fails_decode_does_it_all(path: str) -> None:
+    async with fleet() as f:
+        for answer in (hang_up, failing(500)):
+            f.p.answer = answer
+            await served(f, path, BODIES[path](), "decode")
+            assert f.d.bodies.pop() == BODIES[path]()
+            f.clock.now_s += 60
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(RESPONSES, response(input_image())), (MESSAGES, message(block()))]
+)
+async def test_if_encode_fails_decode_does_it_all(path: str, body: dict[str, Any]) -> None:
+    async with fleet() as f:
+        f.e.answer = failing(500)
+        await served(f, path, body, "decode")
+        assert f.p.bodies == []
+        assert not any(name.endswith("transfer_params") for name in f.d.bodies[0])
+
+
+@every_endpoint
+async def test_a_stream_is_passed_on_byte_by_byte(path: str) -> None:
+    async with fleet() as f:
+        answer, content = await f.post(BODIES[path](stream=True), path=path)
+        assert answer.headers["Content-Type"].startswith("text/event-stream")
+        assert content == b"".join(EVENTS)
+        assert f.p.bodies[0]["stream"] is False
+
+
+def openai_error(content: bytes) -> str:
+    error = json.loads(content)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return str(error["type"])
+
+
+def anthropic_error(content: bytes) -> str:
+    body = json.loads(content)
+    assert body.keys() == {"type", "error"}
+    assert body["type"] == "error"
+    assert body["error"].keys() == {"type", "message"}
+    return str(body["error"]["type"])
+
+
+KINDS = {path: openai_error for path in SPLIT} | {MESSAGES: anthropic_error}
+
+
+@every_endpoint
+async def test_errors_have_the_shape_of_the_endpoint(path: str) -> None:
+    kind = KINDS[path]
+    async with fleet(max_decodes=1) as f:
+        for body, status in (
+            (b"{", 400),
+            (BODIES[path](kv_transfer_params={}), 400),
+            (BODIES[path](ec_transfer_params={"a": {}}), 400),
+            (BODIES[path](vllm_xargs={"kv_transfer_params": 1}), 400),
+            ({"model": "m", "input": 7, "messages": 7}, 400 if path in (CHAT, MESSAGES) else 200),
+            (BODIES[path](model="other"), 404),
+        ):
+            answer, content = await f.post(body, path=path)
+            assert answer.status == status, body
+            assert status == 200 or kind(content)
+        async with f.client.get(f.url + path) as wrong:
+            assert wrong.status == 405
+            assert kind(await wrong.read())
+    async with fleet(num_e=0, num_p=0, num_d=0, decoders_more=("http://127.0.0.1:9",)) as f:
+        answer, content = await f.post(BODIES[path](), path=path)
+        assert answer.status == 503
+        assert kind(content) == ("overloaded_error" if path == MESSAGES else "server_error")
+
+
+@pytest.mark.parametrize(
+    ("path", "end"),
+    [
+        (COMPLETIONS, b'\n\ndata: {"error":{"message":"The decode engine failed.",'),
+        (
+            RESPONSES,
+            b'\n\nevent: error\ndata: {"type":"error","code":"engine_failed",'
+            b'"message":"The decode engine failed.","param":null,"sequence_number":0}\n\n',
+        ),
+        (
+            MESSAGES,
+            b'\n\nevent: error\ndata: {"type":"error","error":{"type":"api_error",'
+            b'"message":"The decode engine failed."}}\n\n',
+        ),
+    ],
+)
+async def test_a_stream_that_breaks_off_ends_in_the_shape_of_the_endpoint(
+    path: str, end: bytes
+) -> None:
+    async with fleet() as f:
+        f.d.answer = break_in_the_stream
+        _, content = await f.post(BODIES[path](stream=True), path=path)
+        assert content.startswith(EVENTS[0] + end)
+
+
+async def test_a_refusal_of_encode_is_restated_for_anthropics_clients() -> None:
+    async with fleet() as f:
+        f.e.answer = failing(400)
+        answer, content = await f.post(message(block()), path=MESSAGES)
+        assert answer.status == 400
+        assert anthropic_error(content) == "invalid_request_error"
+        assert "engine says no" in content.decode()
+        answer, content = await f.post(response(input_image()), path=RESPONSES)
+        assert json.loads(content) == {"error": {"message": "engine says no"}}
+
+
+def events(*names: str) -> bytes:
+    shown = (
+        {"type": name, "error": {"message": "no"}} if name == "error" else {"type": name}
+        for name in names
+    )
+    return b"".join(
+        f"event: {each['type']}\ndata: {json.dumps(each)}\n\n".encode() for each in shown
+    )
+
+
+def streamed(content: bytes) -> Answer:
+    async def answer(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.Response(body=content, headers={"Content-Type": "text/event-stream"})
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("path", "failure"),
+    [
+        (COMPLETIONS, b'data: {"error": {"message": "no", "code": 500}}\n\n'),
+        (RESPONSES, events("response.created", "response.in_progress", "response.failed")),
+        (RESPONSES, events("response.created", "error")),
+        (MESSAGES, events("message_start", "ping", "error")),
+    ],
+)
+async def test_a_stream_that_begins_with_an_error_is_begun_elsewhere(
+    path: str, failure: bytes
+) -> None:
+    async with fleet(num_d=2) as f:
+        await f.post(BODIES[path](), path=path)  # which asks for the models too
+        (broken,) = (each for each in f.decoders if f.is_next(each))
+        broken.bodies.clear()
+        broken.answer = streamed(failure)
+        _, content = await f.post(BODIES[path](stream=True), path=path)
+        assert content == b"".join(EVENTS)
+        assert broken.bodies
+
+
+@pytest.mark.parametrize(
+    ("path", "first"),
+    [
+        (COMPLETIONS, b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n'),
+        (RESPONSES, events("response.created", "response.output_item.added")),
+        (MESSAGES, events("message_start", "content_block_start")),
+    ],
+)
+async def test_the_first_token_is_not_held_back(path: str, first: bytes) -> None:
+    async def stalling(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        await response.write(first)
+        assert (await http.read()) is not None
+        await left.wait()
+        return response
+
+    left = asyncio.Event()
+    async with fleet() as f:
+        f.d.answer = stalling
+        body = json.dumps(BODIES[path](stream=True))
+        async with asyncio.timeout(10), f.client.post(f.url + path, data=body) as answer:
+            assert await answer.content.readexactly(len(first)) == first
+            left.set()
+
+
+@pytest.mark.parametrize("field", ["previous_response_id", "background"])
+async def test_responses_are_not_kept(field: str) -> None:
+    async with fleet() as f:
+        answer, content = await f.post(response(**{field: "x"}), path=RESPONSES)
+        assert answer.status == 400
+        assert json.loads(content)["error"]["param"] == field
+        assert f.p.bodies == f.d.bodies == []
+
+
+@pytest.mark.parametrize("path", PASSED_ON)
+async def test_other_requests_are_passed_on_to_one_engine(path: str) -> None:
+    async with fleet() as f:
+        body = {"model": "m", "input": ["a", "b"], "prompt": "a", "messages": message()["messages"]}
+        body |= {
+            "tools": [{"image_url": 1}],
+            "image_url": 7,
+            "tokens": [1, 2**63 - 1],
+            "unheard_of": 1.5,
+        }
+        await served(f, path, body, "decode")
+        assert (f.d.paths, f.d.bodies) == ([path], [body])
+        assert f.e.bodies == f.p.bodies == []
+        f.d.answer = failing(404)
+        answer, content = await f.post(body, path=path)
+        assert answer.status == 404
+        assert b"engine says no" in content
+
+
+@pytest.mark.parametrize("path", sorted({*PASSED_ON, *SPLIT} - {COMPLETIONS}))
+async def test_no_endpoint_takes_names_or_tensors_from_clients(path: str) -> None:
+    lean: list[dict[str, Any]] = [
+        {"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 2, 3]}, "uuid": UUID},
+        {"type": "input_image", "image_url": None, "uuid": UUID},
+        {"type": "text", "text": "a", "image_url": data_url(PNG), "uuid": UUID},
+    ]
+    async with fleet() as f:
+        for part in lean:
+            role = {"role": "user", "content": [part]}
+            body = {"model": "m", "max_tokens": 5, "messages": [role], "input": [role]}
+            answer, _ = await f.post(body, path=path)
+            # The Messages API has no such parts: vLLM ignores what they say.
+            assert answer.status == (200 if path.startswith(MESSAGES) else 400)
+        engines: list[FakeEngine] = [f.e, f.p, f.d]
+        assert all(path.startswith(MESSAGES) or not each.bodies for each in engines)
+
+
+async def test_only_what_goes_through_the_stages_is_measured_as_a_completion() -> None:
+    async with fleet() as f:
+        headers = {"Authorization": f"Bearer {STATUS_KEY}"}
+        for path, number in (("/v1/embeddings", 0), (COMPLETIONS, 1), (RESPONSES, 2)):
+            await f.post(BODIES[RESPONSES](prompt="a"), path=path)
+            async with f.client.get(f.url + "/metrics", headers=headers) as metrics:
+                text = await metrics.text()
+            assert f'ecshare_router_answers_total{{route="{path}",status="2xx"}} 1.0' in text
+            counted = f'ecshare_router_request_seconds_count{{path="prefill,decode"}} {number}.0'
+            assert (counted in text) is bool(number)
+            assert 'request_seconds_count{path="decode"}' not in text
+
+
+async def test_a_clients_name_is_replaced() -> None:
+    async with fleet() as f:
+        theirs = {"role": "user", "content": [picture(PNG) | {"uuid": "theirs"}]}
+        for path in ("/tokenize", "/pooling", "/v1/embeddings", "/classify"):
+            await served(f, path, {"model": "m", "messages": [theirs]}, "decode")
+            assert f.d.bodies[-1]["messages"][0]["content"][0]["uuid"] == UUID
+        await served(
+            f, RESPONSES, response(input_image() | {"uuid": "theirs"}), "encode,prefill,decode"
+        )
+        assert f.d.bodies[-1]["input"][0]["content"][1]["uuid"] == UUID
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (RESPONSES, response(input_image("")), "input[0].content[1]"),
+        (RESPONSES, {"input": input_image("")}, "input"),
+        (RESPONSES, response({"type": "video_url", "video_url": "data:,"}), "input[0].content[1]"),
+        (RESPONSES, {"input": [{"output": SCREENSHOT}]}, "input[0].output"),
+        (MESSAGES, {"messages": []}, "messages"),
+        (MESSAGES, {"messages": ["a"]}, "messages[0]"),
+        (MESSAGES, {"messages": [{"content": "a"}]}, "messages[0].role"),
+        (MESSAGES, message({"type": "image"}), "messages[0].content[1]"),
+        (MESSAGES, message(block(media_type="image/png,x")), "messages[0].content[1]"),
+        (MESSAGES, message(block(data="!")), "messages[0].content[1]"),
+        ("/pooling", {"messages": [{"content": [{"image_url": 1}]}]}, "messages[0].content[0]"),
+    ],
+)
+async def test_malformed_requests_are_refused(path: str, body: dict[str, Any], param: str) -> None:
+    async with fleet() as f:
+        answer, content = await f.post(body, path=path)
+        assert answer.status == 400
+        error = json.loads(content)["error"]
+        assert path == MESSAGES or error["param"] == param
+        assert f.e.bodies == f.p.bodies == f.d.bodies == []
+
+
+async def test_decode_alone_without_the_other_stages() -> None:
+    async with fleet(num_e=0, num_p=0) as f:
+        for path, make in BODIES.items():
+            await served(f, path, make(), "decode")
+        assert f.d.paths == list(BODIES)

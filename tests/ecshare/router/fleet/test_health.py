@@ -1,0 +1,455 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that accept requests and never answer: they are found, left out, and tried again."""
+
+import asyncio
+import json
+import weakref
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from ecshare.router.api.chat import CHAT
+from ecshare.router.fleet import health, model_lists
+from ecshare.router.fleet.engines import Engine, EnginePool
+from ecshare.router.fleet.health import HealthWatch, Wait
+from ecshare.router.types import Stage
+from tests.ecshare.router.fake_engine import (
+    EVENTS,
+    PNG,
+    Clock,
+    FakeEngine,
+    Fleet,
+    Hanging,
+    Held,
+    chat,
+    decoded,
+    failing,
+    fleet,
+    hang_up,
+    picture,
+    streaming_until,
+)
+from tests.waiting import LoopClock, until
+
+SOON_S = 10.0
+TICK_S = 0.02
+LONG_S = 60.0
+
+Asked = asyncio.Task[tuple[aiohttp.ClientResponse, bytes]]
+
+
+@pytest.fixture(autouse=True)
+def _every_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silent engines are asked for their health without much waiting."""
+    monkeypatch.setattr(health, "ASK_EVERY_S", TICK_S)
+
+
+@asynccontextmanager
+async def one_hangs(*, healthy: bool, **options: Any) -> AsyncIterator[tuple[Fleet, FakeEngine]]:
+    """Two decoders, of which the first will answer nobody; it is the next in turn."""
+    async with fleet(0, 0, num_d=2, **options) as f:
+        await f.post(chat())
+        f.decoders.sort(key=lambda engine: not f.is_next(engine))
+        bad = f.decoders[0]
+        bad.answer = Hanging()
+        bad.healthy = healthy
+        for engine in f.decoders:
+            engine.bodies.clear()
+        yield f, bad
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_requests_move_from_an_engine_that_answers_nothing_at_all(stream: bool) -> None:
+    async with one_hangs(healthy=False) as (f, bad):
+        asked = [asyncio.create_task(f.post(chat(stream=stream))) for _ in range(6)]
+        for response, body in await asyncio.wait_for(asyncio.gather(*asked), SOON_S):
+            assert response.status == 200
+            assert body == (b"".join(EVENTS) if stream else b'{"choices":  []}')
+        num_lost = len(bad.bodies)
+        assert num_lost >= 1
+        for _ in range(4):
+            assert (await f.post(chat(stream=stream)))[0].status == 200
+        assert len(bad.bodies) == num_lost, "left out"
+        assert {each["in_flight"] for each in (await f.health())[1]["stages"]["decode"]} == {0}
+
+
+@pytest.mark.parametrize(
+    "start",
+    [None, b"", b'data: {"choices":[{"delta":{"role":"assistant"}}]}\n\n'],
+    ids=["nothing", "the head of a stream", "who speaks"],
+)
+async def test_a_stream_moves_from_a_healthy_engine_after_the_time_out(
+    start: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU that hangs does not keep vLLM's API server from answering."""
+    clock = LoopClock(monkeypatch)
+    async with one_hangs(healthy=True, first_byte_timeout_s=LONG_S) as (f, bad):
+        bad.answer = Hanging(start=start)
+        asked = asyncio.create_task(f.post(chat(stream=True)))
+        await until(lambda: bool(bad.bodies))
+        clock.forward(LONG_S)
+        assert (await asyncio.wait_for(asked, SOON_S))[1] == b"".join(EVENTS)
+        for _ in range(2):
+            response, body = await asyncio.wait_for(f.post(chat(stream=True)), SOON_S)
+            assert (response.status, body) == (200, b"".join(EVENTS))
+        assert len(bad.bodies) == 1
+        report = (await f.health())[1]["stages"]["decode"]
+        assert [each["healthy"] for each in report if each["url"] == bad.url] == [False]
+
+
+async def test_a_whole_answer_may_take_its_time_at_a_healthy_engine() -> None:
+    async with one_hangs(healthy=True, first_byte_timeout_s=0.05) as (f, slow):
+        slow.answer = held = Held(decoded)
+        probed = count_probes(slow)
+        asked = asyncio.create_task(f.post(chat()))
+        await until(lambda: probed.count >= 10)
+        held.let_go.set()
+        assert (await asked)[0].status == 200
+        assert [len(engine.bodies) for engine in f.decoders] == [1, 0]
+
+
+@dataclass
+class Probes:
+    count: int = 0
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+def count_probes(engine: FakeEngine) -> Probes:
+    probes = Probes()
+
+    def on_health() -> None:
+        probes.count += 1
+
+    engine.on_health = on_health
+    return probes
+
+
+async def test_a_stream_that_has_begun_is_not_cut_short() -> None:
+    async with one_hangs(healthy=True, first_byte_timeout_s=0.05) as (f, slow):
+        let_go = asyncio.Event()
+
+        slow.answer, slow.healthy = streaming_until(let_go), False
+        probes = count_probes(slow)
+        async with f.client.post(f.url + CHAT, data=json.dumps(chat(stream=True))) as response:
+            assert await response.content.readany() == EVENTS[0]
+            slow.answer = Hanging()
+            with f.busy(f.decoders[1]):
+                await f.post(chat(stream=True))
+            assert f.is_left_out(slow)
+            seen = probes.count
+            await until(lambda: probes.count >= seen + 3)
+            let_go.set()
+            assert await response.content.readany() == EVENTS[-1]
+
+
+async def test_one_that_answers_others_is_slow_and_does_not_hang(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request goes to another one, and the engine keeps its place."""
+    clock = LoopClock(monkeypatch)
+    async with one_hangs(healthy=True, first_byte_timeout_s=LONG_S) as (f, busy):
+
+        async def some(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            return await (Hanging() if body.get("seed") else decoded)(http, body)
+
+        busy.answer = some
+        asked = asyncio.create_task(f.post(chat(stream=True, seed=1)))
+        await until(lambda: bool(busy.bodies))
+        with f.busy(f.decoders[1]):
+            while not asked.done():
+                clock.forward(1)  # less than a request, or the question for its health, may take
+                await f.post(chat(stream=True))
+        assert (await asked)[1] == b"".join(EVENTS)
+        assert len(busy.bodies) > 3
+        assert "left out" not in caplog.text
+        assert all(each["healthy"] for each in (await f.health())[1]["stages"]["decode"])
+
+
+@pytest.mark.parametrize("num_p", [0, 1])
+@pytest.mark.parametrize("healthy", [False, True])
+async def test_a_single_engine_is_waited_for(healthy: bool, num_p: int) -> None:
+    """There is nobody else to ask: a long queue must not become an error."""
+    async with fleet(0, num_p, first_byte_timeout_s=0.05) as f:
+        f.d.answer, f.d.healthy = held, _ = Held(decoded), healthy
+        probes = count_probes(f.d)
+        asked = asyncio.create_task(f.post(chat(stream=True)))
+        await until(lambda: probes.count >= 10)
+        assert len(f.d.bodies) == 1
+        held.let_go.set()
+        assert (await asyncio.wait_for(asked, SOON_S))[1] == b"".join(EVENTS)
+        f.d.healthy = True
+        assert (await f.health())[0] == 200, "alive again with the first byte"
+
+
+async def test_impatient_clients_do_not_hide_a_dead_engine() -> None:
+    """One after the other gives up before anything is noticed."""
+    async with one_hangs(healthy=False) as (f, bad):
+        left = await give_up(f, bad)
+        assert left == 1
+        await until(lambda: f.is_left_out(bad))
+        assert (await asyncio.wait_for(f.post(chat()), SOON_S))[0].status == 200
+
+
+async def test_one_impatient_client_is_evidence_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the engine has answered somebody else a moment before."""
+    monkeypatch.setattr(health, "ASK_EVERY_S", 0.2)
+    async with one_hangs(healthy=False) as (f, bad):
+        with f.busy(f.decoders[1]):
+            bad.answer = decoded
+            await f.post(chat())
+            await give_up(f, bad)
+        await until(lambda: f.is_left_out(bad))
+
+
+async def test_an_answer_counts_for_more_than_a_late_health() -> None:
+    async with one_hangs(healthy=False) as (f, slow):
+        slow.answer = held = Held(decoded)
+        slow.health_answers = asyncio.Event()
+        probes = count_probes(slow)
+        asked = asyncio.create_task(f.post(chat()))
+        await until(lambda: probes.count == 1)
+        held.let_go.set()
+        await asked
+        slow.health_answers.set()
+        await until(lambda: not f.is_watched(slow))
+        assert not f.is_left_out(slow)
+
+
+async def give_up(f: Fleet, engine: FakeEngine, probes: Probes | None = None, **fields: Any) -> int:
+    """Ask `engine`, leave as soon as it has been asked; returns how many requests it has got.
+
+    With `probes`, leave when it has been asked for its health twice meanwhile, or is left out.
+    """
+    engine.answer = hanging = Hanging()
+    asked = asyncio.create_task(f.post(chat(**fields)))
+    await asyncio.wait_for(hanging.asked.wait(), SOON_S)
+    if probes is not None:
+        enough = probes.count + 2
+        await until(lambda: probes.count >= enough or f.is_left_out(engine))
+    asked.cancel()
+    await asyncio.wait_for(hanging.left.wait(), SOON_S)
+    return len(engine.bodies)
+
+
+async def test_impatient_clients_do_not_hide_a_gpu_that_hangs() -> None:
+    """One after the other leaves long before the time-out, and its /health answers.
+
+    Were their waits not added up, this would not end.
+    """
+    async with one_hangs(healthy=True, first_byte_timeout_s=20 * TICK_S) as (f, bad):
+        probes = count_probes(bad)
+        with f.busy(f.decoders[1]):
+            async with asyncio.timeout(LONG_S):
+                while not f.is_left_out(bad):
+                    await give_up(f, bad, probes, stream=True)
+        num_lost = len(bad.bodies)
+        for _ in range(4):
+            await f.post(chat(stream=True))
+        assert len(bad.bodies) == num_lost
+
+
+async def test_a_healthy_engine_that_clients_leave_is_not_left_out() -> None:
+    async with one_hangs(healthy=True) as (f, well):
+        probes = count_probes(well)
+        await give_up(f, well)
+        await until(lambda: probes.count >= 1)
+        await until(lambda: not f.is_watched(well))
+        well.answer = decoded
+        well.bodies.clear()
+        for _ in range(4):
+            await f.post(chat())
+        assert len(well.bodies) == 2
+
+
+async def test_it_comes_back_when_its_health_answers_and_not_before() -> None:
+    async with one_hangs(healthy=False, cool_down_s=5.0) as (f, bad):
+        await f.post(chat())
+        probes = count_probes(bad)
+        f.clock.now_s += 1000  # a cool-down alone brings it no request
+        await until(lambda: probes.count >= 3)
+        for _ in range(4):
+            await f.post(chat())
+        assert len(bad.bodies) == 1
+        bad.healthy, bad.answer = True, decoded
+        await until(lambda: not f.is_left_out(bad))
+        for _ in range(4):
+            await f.post(chat())
+        assert len(bad.bodies) == 3
+
+
+async def test_one_that_is_healthy_but_never_answers_is_tried_with_one_request_and_less_often() -> (
+    None
+):
+    async with one_hangs(healthy=True, first_byte_timeout_s=0.1, cool_down_s=5.0) as (f, bad):
+        now_s = 0.0
+        for hangs, rest_s in enumerate((5.0, 10.0, 20.0), 1):
+            asked = [asyncio.create_task(f.post(chat(stream=True))) for _ in range(4)]
+            await asyncio.wait_for(asyncio.gather(*asked), SOON_S)
+            num_asked = len(bad.bodies)
+            assert hangs == 1 or num_asked == 1, "one request at a time"
+            assert f.is_left_out(bad)
+            bad.bodies.clear()
+            probes = count_probes(bad)
+            f.clock.now_s = now_s + rest_s - 0.1
+            await until(lambda: probes.count >= 3)  # noqa: B023
+            assert f.is_left_out(bad)
+            f.clock.now_s = now_s = now_s + rest_s
+            await until(lambda: not f.is_left_out(bad))
+
+
+@pytest.mark.parametrize("healthy", [False, True])
+@pytest.mark.parametrize("stage", ["e", "p"])
+async def test_encode_and_prefill_engines_are_left_out_alike(stage: str, healthy: bool) -> None:
+    async with fleet(stage_timeout_s=0.2 if healthy else LONG_S, cool_down_s=0.001) as f:
+        bad: FakeEngine = getattr(f, stage)
+        bad.answer, bad.healthy = Hanging(), healthy
+        for _ in range(3):
+            response, _ = await asyncio.wait_for(f.post(chat(picture(PNG))), SOON_S)
+            assert response.status == 200
+            assert response.headers["x-ecshare-path"] == "decode"
+        assert len(bad.bodies) == 1
+
+
+async def test_an_engine_that_a_proxy_says_is_gone_rests_as_ever() -> None:
+    async with one_hangs(healthy=True) as (f, bad):
+        bad.answer = failing(503)
+        for _ in range(4):
+            assert (await f.post(chat()))[0].status == 200
+        assert len(bad.bodies) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_that_breaks_off_rests_and_does_not_hang(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "ASK_EVERY_S", 1.0)  # not while it has the request
+    async with one_hangs(healthy=False) as (f, gone):
+        gone.answer = hang_up
+        for _ in range(3):
+            assert (await f.post(chat(stream=stream)))[0].status == 200
+        assert len(gone.bodies) == 1
+        await until(lambda: not f.is_watched(gone))
+        assert not f.is_left_out(gone)
+
+
+async def test_that_a_proxy_answers_for_it_is_no_sign_of_life() -> None:
+    async with one_hangs(healthy=False) as (f, bad):
+        await f.post(chat())
+        bad.healthy, bad.answer = True, failing(503)
+        f.clock.now_s += 1000
+        await until(lambda: not f.is_left_out(bad))
+        for _ in range(4):
+            assert (await f.post(chat()))[0].status == 200
+        assert len(bad.bodies) == 2
+        (engine,) = (each for each in f.router.pools[Stage.DECODE] if each.url == bad.url)
+        assert engine.num_hangs, "on probation"
+
+
+async def test_a_hung_engine_holds_up_neither_lists_nor_the_first_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model_lists, "HEDGE_S", TICK_S)
+    monkeypatch.setattr(model_lists, "TIMEOUT_S", LONG_S)  # would be seen
+    async with fleet(0, 0, num_d=2) as f:
+        hung = f.decoders[0]
+        hung.answer, hung.healthy, hung.lists = Hanging(), False, asyncio.Event()
+        for patience_s in (TICK_S, LONG_S):  # nobody waits for one that was waited for in vain
+            monkeypatch.setattr("ecshare.router.fleet.models.MAX_WAIT_S", patience_s)
+            response, _ = await asyncio.wait_for(f.post(chat() | {"model": "other"}), SOON_S)
+            assert response.status == 404, "the other one has said so"
+        assert hung.num_model_lists <= 2, "for its models, and for the client"
+        for _ in range(2):
+            get = f.client.get(f.url + "/v1/models", timeout=aiohttp.ClientTimeout(SOON_S))
+            async with get as models:
+                assert (await models.json())["data"] == [{"id": "m"}]
+
+
+async def test_a_list_that_fails_is_had_from_another() -> None:
+    async with fleet(0, 0, num_d=1, decoders_more=("http://127.0.0.1:9",)) as f:
+        for _ in range(3):
+            async with f.client.get(f.url + "/v1/models") as response:
+                assert response.status == 200
+        response, _ = await f.post(chat() | {"model": "other"})
+        assert response.status == 404
+
+
+async def test_an_engine_that_hangs_is_not_asked_for_each_report() -> None:
+    async with one_hangs(healthy=False) as (f, bad):
+        await f.post(chat())
+        await until(lambda: f.is_left_out(bad))
+        bad.health_answers = asyncio.Event()
+        status, report = await asyncio.wait_for(f.health(), SOON_S)
+        assert status == 200
+        assert {each["url"]: each["healthy"] for each in report["stages"]["decode"]} == {
+            bad.url: False,
+            f.decoders[1].url: True,
+        }
+
+
+@dataclass
+class Watching:
+    """A watch over engines that say they are healthy."""
+
+    pool: EnginePool = field(
+        default_factory=lambda: EnginePool(Stage.DECODE, ("http://d",), 5.0, Clock())
+    )
+    num_asked: int = 0
+
+    async def _is_healthy(self, engine: Engine) -> bool:
+        self.num_asked += 1
+        return True
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[HealthWatch]:
+        watch = HealthWatch(self._is_healthy, TICK_S)
+        yield watch
+        await watch.close()
+
+    def wait(self) -> Wait:
+        now_s = asyncio.get_running_loop().time()
+        return Wait(now_s, 10 * TICK_S, 0, lambda: False, lambda error: None)
+
+
+async def test_patience_begins_anew_with_each_sign_of_life() -> None:
+    watching = Watching()
+    (engine,) = watching.pool
+    async with watching.running() as watch:
+        watch.begin(engine, watching.pool, watching.wait())
+        for number in range(1, 5):
+            await until(lambda: watching.num_asked >= 4 * number)  # noqa: B023
+            assert not engine.is_hung
+            engine.num_heard += 1
+        await until(lambda: engine.is_hung)
+
+
+async def test_an_engine_that_was_removed_is_forgotten_with_the_next_one() -> None:
+    watching = Watching()
+    async with watching.running() as watch:
+        engines = []
+        for url in ("http://d", "http://other"):
+            watching.pool.update((url,))
+            (engine,) = watching.pool
+            engines.append(weakref.ref(engine))
+            wait = watching.wait()
+            watch.begin(engine, watching.pool, wait)
+            watch.end(engine, wait, is_silent=False)
+            await until(lambda: not watch.watched)
+        assert engines[0]() is None
+
+
+async def test_the_router_stops_while_it_watches() -> None:
+    async with one_hangs(healthy=False) as (f, bad):
+        await f.post(chat())
+        await until(lambda: f.is_left_out(bad))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_lost(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """No task dies of an error that nobody sees."""
+    yield
+    assert "never retrieved" not in caplog.text

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which models engines serve: read behind the requests, and never waited for twice."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from ecshare.router.api.errors import ApiError, EngineError, RefusalError
+from ecshare.router.fleet import model_lists, models
+from ecshare.router.fleet.engines import Engine, EnginePool
+from ecshare.router.fleet.models import Cards, ServedModels
+from ecshare.router.types import Stage
+from tests.ecshare.router.fake_engine import Clock, Fleet, chat, fleet
+
+SOON_S = 5.0
+
+
+@asynccontextmanager
+async def slow_list() -> AsyncIterator[Fleet]:
+    """A fleet that has read D's list once, long ago; it now never comes."""
+    async with fleet(0, 0) as f:
+        await f.post(chat())
+        f.clock.now_s += 100
+        f.d.lists = asyncio.Event()
+        yield f
+
+
+async def test_a_slow_list_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "MAX_WAIT_S", 60.0)  # would be seen
+    async with slow_list() as f:
+        for _ in range(3):
+            assert (await f.post(chat()))[0].status == 200
+            f.clock.now_s += 100
+        assert f.d.num_lists_awaited == 1, "still, and one at a time"
+        assert f.d.num_model_lists == 2
+
+
+async def test_a_slow_list_holds_nobody_up_when_nothing_is_known_yet() -> None:
+    async with fleet(0, 0) as f:
+        f.d.lists = asyncio.Event()
+        for _ in range(2):
+            assert (await f.post(chat()))[0].status == 200
+        assert f.d.num_lists_awaited == f.d.num_model_lists == 1
+
+
+async def test_a_slow_list_holds_nobody_up_who_asks_for_another_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The stages are left to refuse it."""
+    async with slow_list() as f:
+        for patience_s in (0.05, 60.0):  # nobody waits for one that was waited for in vain
+            monkeypatch.setattr(models, "MAX_WAIT_S", patience_s)
+            assert (await f.post(chat() | {"model": "other"}))[0].status == 200
+        assert f.d.num_lists_awaited == 1
+        assert f.d.num_model_lists == 2
+
+
+async def test_an_engine_with_a_slow_list_is_asked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_lists, "TIMEOUT_S", 0.1)
+    async with fleet(0, 0, num_d=2) as f:
+        for engine in f.decoders:
+            engine.lists = asyncio.Event()
+        await f.post(chat())
+        for engine in f.decoders:
+            await asyncio.wait_for(engine.list_left.wait(), SOON_S)
+        for _ in range(4):
+            await f.post(chat())
+        assert min(len(engine.bodies) for engine in f.decoders) >= 2
+
+
+async def test_a_model_that_was_loaded_a_moment_ago_is_found() -> None:
+    async with fleet(0, 0) as f:
+        await f.post(chat())
+        f.d.models = ("m", "new")
+        assert (await f.post(chat() | {"model": "new"}))[0].status == 404
+        f.clock.now_s += 1
+        assert (await f.post(chat() | {"model": "new"}))[0].status == 200
+
+
+async def background() -> None:
+    """Wait for the readings that go on behind requests."""
+    await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
+
+
+class Lists:
+    """What engines list, by url; an error for one that does not answer. None: it does not tell."""
+
+    def __init__(self, **lists: str | None | Exception) -> None:
+        self.lists = lists
+        self.asked: list[str] = []
+        self.clock = Clock()
+        self.pool = EnginePool(Stage.DECODE, lists, 5.0, self.clock)
+        self.served = ServedModels(
+            {Stage.DECODE: self.pool}, self.read, self.check_client, self.clock
+        )
+
+    async def read(self, engine: Engine, headers: models.Headers) -> Cards | None:
+        self.asked.append(engine.url)
+        told = self.lists[engine.url]
+        if isinstance(told, Exception):
+            raise told
+        return None if told is None else {name: {"id": name} for name in told}
+
+    async def check_client(self, headers: models.Headers) -> None:
+        pass
+
+    async def refuses(self, model: str) -> bool:
+        try:
+            assert await self.served.resolve(model, {}) == model
+        except ApiError as error:
+            assert (error.status, error.param) == (404, "model")  # noqa: PT017
+            return True
+        return False
+
+
+GONE = EngineError(Stage.DECODE, "gone", reached=False)
+REFUSED = RefusalError(401, b"", "")
+
+
+async def test_a_list_that_fails_to_come_leaves_the_old_one() -> None:
+    d = Lists(d="m")
+    assert await d.refuses("n"), "the first reading is waited for"
+    d.lists["d"] = GONE
+    d.clock.now_s += 10
+    for _ in range(3):
+        assert not await d.refuses("m"), "the old list"
+    await background()
+    assert not await d.refuses("n"), "only a list that has just come refuses"
+    assert len(d.asked) == 2
+    d.clock.now_s += 1
+    d.lists["d"] = "n"
+    assert not await d.refuses("o"), "not waited for after one that failed"
+    await background()
+    assert await d.refuses("m")
+    assert not await d.refuses("n")
+    assert len(d.asked) == 3
+    await d.served.close()
+
+
+async def test_what_cannot_tell_does_not_keep_others_from_refusing() -> None:
+    d = Lists(a="m", b=GONE)
+    assert await d.refuses("n")
+    d.lists["b"] = None
+    d.clock.now_s += 1
+    await d.refuses("n")
+    await background()
+    assert not await d.refuses("n"), "it answers, and may serve it"
+    assert [each.url for each in d.pool.serving("n")] == ["b"]
+    assert [each.url for each in d.pool.serving("m")] == ["a"]
+
+
+async def test_a_client_that_is_refused_keeps_nobody_from_being_told() -> None:
+    d = Lists(d=REFUSED)
+    assert not await d.refuses("n")
+    d.lists["d"] = "m"
+    assert await d.refuses("n"), "asked again at once"
+    d.lists["d"] = REFUSED
+    d.clock.now_s += 10
+    for _ in range(3):
+        assert not await d.refuses("m"), "the old list"
+        await background()
+    assert not await d.refuses("n"), "it is too old to refuse anything"
+    d.lists["d"] = "mn"
+    assert not await d.refuses("n")
+    assert "n" in (d.pool.serving("n")[0].models or ())
+
+
+async def test_an_engine_that_is_down_is_not_asked() -> None:
+    d = Lists(a="m", b="n")
+    _, b = d.pool
+    d.pool.mark_failed(b)
+    assert await d.refuses("n")
+    assert d.asked == ["a"]
+    d.clock.now_s += 5
+    await d.refuses("n")
+    await background()
+    assert not await d.refuses("n")
+
+
+async def test_what_the_operator_says_counts_more_than_what_an_engine_lists() -> None:
+    d = Lists(a="mn", b="mn", c=GONE)
+    told = {"a": frozenset("m"), "c": frozenset("xy")}
+    d.pool.update("abc", told)
+    assert not await d.refuses("m")
+    await background()
+    for model, engines in {"m": "ab", "n": "b", "x": "c"}.items():
+        assert not await d.refuses(model)
+        assert "".join(each.url for each in d.pool.serving(model)) == engines
+    cards = await d.served.union({})
+    assert [card["id"] for card in cards] == ["m", "n", "x", "y"]
+    assert {"id": "m"} in cards, "as the engine describes it"
+
+
+async def test_a_model_goes_with_the_last_engine_that_serves_it() -> None:
+    d = Lists(a="m", b="n")
+    assert not await d.refuses("n")
+    d.pool.update("a")
+    assert await d.refuses("n")
+
+
+async def test_a_reading_ends_with_the_router() -> None:
+    begun = asyncio.Event()
+    ended = asyncio.Event()
+
+    async def read(engine: Engine, headers: models.Headers) -> Cards | None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        return None
+
+    d = Lists(d="m")
+    served = ServedModels({Stage.DECODE: d.pool}, read, d.check_client, Clock())
+    asked = asyncio.create_task(served.resolve("m", {}))
+    await begun.wait()
+    asked.cancel()
+    await asyncio.wait([asked])
+    assert not ended.is_set(), "others may wait for it"
+    await served.close()
+    assert ended.is_set()

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""E is asked once for a picture, whoever sends it and when."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from ecshare.router.single_flight import SingleFlight
+from ecshare.router.stages.encoded import EncodedMedia, Reports
+from ecshare.router.stages.plan import Metadata
+from tests.ecshare.router.fake_engine import (
+    PNG,
+    PNG_2,
+    Answer,
+    Fleet,
+    Held,
+    chat,
+    data_url,
+    encoded,
+    failing,
+    fleet,
+    hang_up,
+    picture,
+)
+from tests.waiting import until
+
+SOON_S = 5.0
+
+Asked = asyncio.Task[tuple[aiohttp.ClientResponse, bytes]]
+
+
+def media_of(body: dict[str, Any]) -> list[dict[str, Any]]:
+    return [part for part in body["messages"][0]["content"] if part["type"] != "text"]
+
+
+async def encodes(f: Fleet) -> dict[str, int]:
+    status: dict[str, int] = (await f.health())[1]["encodes"]
+    return status
+
+
+async def no_report(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    return web.json_response({"ec_transfer_params": None})
+
+
+async def test_a_known_picture_goes_on_without_pixels_and_without_e() -> None:
+    async with fleet() as f:
+        response, _ = await f.post(chat(picture(PNG)))
+        assert response.headers["x-ecshare-path"] == "encode,prefill,decode"
+        assert "x-ecshare-avoided" not in response.headers
+        again = chat({"type": "text", "text": "and now?"}, picture(PNG), temperature=1)
+        response, _ = await f.post(again)
+        assert response.headers["x-ecshare-path"] == "prefill,decode"
+        assert response.headers["x-ecshare-avoided"] == "encode"
+        assert len(f.e.bodies) == 1
+        (lean,) = media_of(f.d.bodies[0])
+        assert lean["image_embeds"] == {"image_grid_thw": [1, 2, len(data_url(PNG))]}
+        for engine in (f.p, f.d):
+            assert media_of(engine.bodies[1])[-1] == lean
+        status = await encodes(f)
+        assert (status["asked"], status["avoided"], status["remembered"]) == (1, 1, 1)
+        assert 0 < status["memory"] < 1000
+
+
+async def test_of_a_known_and_a_new_picture_e_gets_the_new_one() -> None:
+    async with fleet() as f:
+        await f.post(chat(picture(PNG)))
+        response, _ = await f.post(chat(picture(PNG), picture(PNG_2), picture(PNG)))
+        assert response.headers["x-ecshare-path"] == "encode,prefill,decode"
+        assert [media_of(body) for body in f.e.bodies[1:]] == [
+            [picture(PNG_2) | {"uuid": media_of(f.d.bodies[1])[1]["uuid"]}]
+        ]
+        assert [part["type"] for part in media_of(f.d.bodies[1])] == ["image_embeds"] * 3
+        status = await encodes(f)
+        assert (status["asked"], status["avoided"]) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model": "n"},
+        {"mm_processor_kwargs": {"max_pixels": 4096}},
+        {"media_io_kwargs": {"image": {"rgba_background_color": [0, 0, 0]}}},
+    ],
+)
+async def test_what_changes_an_embedding_has_it_encoded_apart(other: dict[str, Any]) -> None:
+    async with fleet() as f:
+        f.e.models = f.p.models = f.d.models = ("m", "n")
+        for fields in ({}, other, {}, other):
+            assert (await f.post(chat(picture(PNG)) | fields))[0].status == 200
+        assert len(f.e.bodies) == 2
+        assert [body.items() >= other.items() for body in f.e.bodies] == [False, True]
+
+
+async def test_a_picture_is_not_a_video() -> None:
+    async with fleet() as f:
+        video = {"type": "video_url", "video_url": {"url": data_url(PNG)}}
+        f.e.answer = no_report
+        for part in (picture(PNG), video):
+            await f.post(chat(part))
+        assert len({media_of(body)[0]["uuid"] for body in f.e.bodies}) == 2
+
+
+async def test_a_report_that_comes_while_another_request_looks_is_used() -> None:
+    media, answers, num_asked = EncodedMedia(1 << 20, SOON_S), asyncio.Event(), 0
+
+    async def ask() -> Metadata:
+        nonlocal num_asked
+        num_asked += 1
+        await answers.wait()
+        return {"image_grid_thw": [1, 2, 3]}
+
+    async def reports() -> Reports:
+        return await media.reports({"one": b"1", "two": b"2"}, {"one": ask, "two": ask})
+
+    first = asyncio.create_task(reports())
+    await until(lambda: num_asked == 2)
+    second = asyncio.create_task(reports())  # it looks at the index before E's answer is there
+    answers.set()
+    assert (await second).metadata == (await first).metadata
+    assert (await second).known == {"one", "two"}
+    assert num_asked == 2
+
+
+@pytest.mark.parametrize("answer", [no_report, failing(500), failing(422)])
+async def test_e_is_asked_again_for_what_it_did_not_report(answer: Answer) -> None:
+    async with fleet() as f:
+        f.e.answer = answer
+        await f.post(chat(picture(PNG)))
+        f.e.answer = encoded
+        response, _ = await f.post(chat(picture(PNG)))
+        assert response.headers["x-ecshare-path"] == "encode,prefill,decode"
+        assert media_of(f.d.bodies[-1])[0]["type"] == "image_embeds"
+        assert len(f.e.bodies) == 2
+
+
+async def test_the_index_is_bounded() -> None:
+    async with fleet(max_index_bytes=1200) as f:
+        for content in (PNG, PNG_2, b"a third", PNG):
+            await f.post(chat(picture(content)))
+        assert len(f.e.bodies) == 4
+        status = await encodes(f)
+        assert status["remembered"] == 2
+        assert status["memory"] <= 1200
+
+
+@pytest.mark.parametrize("stage", ["p", "d"])
+async def test_what_could_not_be_used_is_encoded_again(stage: str) -> None:
+    async def fails_without_pixels(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        is_lost = media_of(body)[0]["type"] == "image_embeds" and len(f.e.bodies) < 2
+        return await (failing(500) if is_lost else answer)(http, body)
+
+    async with fleet() as f:
+        answer = getattr(f, stage).answer
+        getattr(f, stage).answer = fails_without_pixels
+        response, _ = await f.post(chat(picture(PNG)))
+        assert (response.status, response.headers["x-ecshare-path"]) == (200, "decode")
+        response, _ = await f.post(chat(picture(PNG)))
+        assert response.headers["x-ecshare-path"] == "encode,prefill,decode"
+        assert len(f.e.bodies) == 2
+
+
+# --- at the same moment ---
+
+
+@asynccontextmanager
+async def at_the_same_moment(f: Fleet, held: Held, number: int) -> AsyncIterator[list[Asked]]:
+    """Ask about one picture several times; the block begins when all wait for the first."""
+    f.e.answer = held
+    asked = [asyncio.create_task(f.post(chat(picture(PNG))))]
+    await asyncio.wait_for(held.asked.wait(), SOON_S)
+    asked += [
+        asyncio.create_task(f.post(chat({"type": "text", "text": str(n)}, picture(PNG))))
+        for n in range(1, number)
+    ]
+    await until(lambda: f.router.counts()["encodes"]["waiting"] == number - 1)
+    yield asked
+
+
+async def test_a_new_picture_is_encoded_once_for_all_who_send_it() -> None:
+    async with fleet() as f, at_the_same_moment(f, held := Held(encoded), 4) as asked:
+        held.let_go.set()
+        for each in asked:
+            response, _ = await each
+            assert response.headers["x-ecshare-path"] == "encode,prefill,decode"
+        assert len(f.e.bodies) == 1
+        assert [media_of(body)[-1]["type"] for body in f.d.bodies] == ["image_embeds"] * 4
+        status = await encodes(f)
+        assert (status["asked"], status["avoided"], status["waiting"]) == (1, 3, 0)
+
+
+async def test_a_client_that_leaves_takes_nothing_from_the_others() -> None:
+    async with fleet() as f, at_the_same_moment(f, held := Held(encoded), 4) as asked:
+        f.e.answer = second = Held(encoded)
+        asked[0].cancel()
+        await asyncio.wait_for(held.left.wait(), SOON_S)
+        await asyncio.wait_for(second.asked.wait(), SOON_S)
+        second.let_go.set()
+        for each in asked[1:]:
+            assert (await each)[0].headers["x-ecshare-path"] == "encode,prefill,decode"
+        assert len(f.e.bodies) == 2, "one of the others asked for all of them"
+
+
+async def test_one_who_waits_may_leave() -> None:
+    async with fleet() as f, at_the_same_moment(f, held := Held(encoded), 3) as asked:
+        asked[1].cancel()
+        await asyncio.wait([asked[1]])
+        await until(lambda: f.router.counts()["encodes"]["waiting"] == 1)
+        held.let_go.set()
+        for each in (asked[0], asked[2]):
+            assert (await each)[0].status == 200
+        assert len(f.e.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "status"), [(failing(422), 422), (failing(500), 200), (hang_up, 200)]
+)
+async def test_a_failure_is_nobody_elses(answer: Answer, status: int) -> None:
+    async with (
+        fleet(num_e=2, retry_share=0.0) as f,
+        at_the_same_moment(f, held := Held(answer), 3) as asked,
+    ):
+        f.e.answer = encoded
+        held.let_go.set()
+        responses = [(await each)[0] for each in asked]
+        assert [response.status for response in responses] == [status, 200, 200]
+        num_asked = len(f.encoders[0].bodies) + len(f.encoders[1].bodies)
+        assert num_asked == 2, "one of the others asked for both"
+        lean = [body for body in f.d.bodies if media_of(body)[-1]["type"] == "image_embeds"]
+        assert len(lean) == 2
+        for response in responses[1:]:
+            assert response.headers["x-ecshare-path"] == "encode,prefill,decode"
+
+
+async def test_nobody_waits_for_another_longer_than_it_wants() -> None:
+    flights: SingleFlight[str, int] = SingleFlight()
+    held = asyncio.Event()
+
+    async def slow() -> int:
+        await held.wait()
+        return 1
+
+    async def quick() -> int:
+        return 2
+
+    first = asyncio.create_task(flights.run("a", slow, 60))
+    await asyncio.sleep(0)
+    assert await flights.run("a", quick, 0.0) == 2
+    assert await flights.run("b", quick, 60) == 2
+    held.set()
+    assert await first == 1
+    assert await flights.run("a", quick, 60) == 2, "what is done is not kept"

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An embedding is gone that E had stored: the request goes to E again, unseen by its client."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tests.ecshare.router.api.test_stream_opening import ERROR, ROLE, event
+from tests.ecshare.router.fake_engine import (
+    EVENTS,
+    PNG,
+    PNG_2,
+    Answer,
+    Fleet,
+    Hanging,
+    chat,
+    decoded,
+    failing,
+    fleet,
+    hang_up,
+    picture,
+    prefilled,
+)
+from tests.ecshare.router.stages.test_encoded import encodes, media_of
+
+ALL = "encode,prefill,decode"
+WHOLE = {True: b"".join(EVENTS), False: b'{"choices":  []}'}
+
+
+async def error_event(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """Answer as vLLM does: 200, the role, and then the error."""
+    if not body.get("stream"):
+        return await failing(500)(http, body)
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(http)
+    for each in (event(ROLE), event(ERROR), b"data: [DONE]\n\n"):
+        await response.write(each)
+    return response
+
+
+def without(f: Fleet, num_encoded: int, answer: Answer, failure: Answer) -> Answer:
+    """Return an engine's answer: it fails without pixels until E was asked so often."""
+
+    async def lost(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        is_lean = media_of(body)[-1]["type"] == "image_embeds"
+        is_lost = is_lean and len(f.e.bodies) < num_encoded
+        return await (failure if is_lost else answer)(http, body)
+
+    return lost
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stage", ["p", "d"])
+@pytest.mark.parametrize("hand_over", ["streamed", "after"])
+async def test_what_is_gone_is_encoded_again(stage: str, stream: bool, hand_over: str) -> None:
+    async with fleet(hand_over=hand_over) as f:
+        await f.post(chat(picture(PNG)))
+        if stage == "p":
+            f.p.answer = without(f, 2, prefilled, failing(500))
+        f.d.answer = without(f, 2, decoded, error_event)
+        response, body = await f.post(chat(picture(PNG), stream=stream))
+        assert (response.status, response.headers["x-ecshare-path"]) == (200, ALL)
+        assert "x-ecshare-avoided" not in response.headers
+        assert body == WHOLE[stream]
+        assert len(f.e.bodies) == 2
+        assert media_of(f.e.bodies[1])[0]["type"] == "image_url"
+        health = (await f.health())[1]
+        assert (health["fallbacks"], health["encodes"]["repeated"]) == (0, 1)
+        response, _ = await f.post(chat(picture(PNG)))
+        assert response.headers["x-ecshare-avoided"] == "encode"
+
+
+async def test_all_that_the_request_brings_goes_to_e_again() -> None:
+    async with fleet() as f:
+        await f.post(chat(picture(PNG), picture(PNG_2)))
+        f.d.answer = without(f, 4, decoded, failing(500))
+        response, _ = await f.post(chat(picture(PNG), picture(PNG_2)))
+        assert (response.status, response.headers["x-ecshare-path"]) == (200, ALL)
+        assert len(f.e.bodies) == 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_e_does_not_bring_back_is_left_to_decode(stream: bool) -> None:
+    async with fleet() as f:
+        await f.post(chat(picture(PNG)))
+        f.d.answer = without(f, 99, decoded, error_event)
+        response, body = await f.post(chat(picture(PNG), stream=stream))
+        assert (response.status, response.headers["x-ecshare-path"]) == (200, "decode")
+        assert body == WHOLE[stream]
+        assert len(f.e.bodies) == 2, "once"
+        assert (await encodes(f))["remembered"] == 1, "something else may have failed"
+
+
+async def test_what_e_has_just_reported_is_not_encoded_twice() -> None:
+    async with fleet() as f:
+        f.d.answer = without(f, 99, decoded, failing(500))
+        response, _ = await f.post(chat(picture(PNG)))
+        assert (response.status, response.headers["x-ecshare-path"]) == (200, "decode")
+        assert len(f.e.bodies) == 1
+        assert (await encodes(f))["remembered"] == 1, "something else may have failed"
+
+
+@pytest.mark.parametrize("answer", [hang_up, failing(429), Hanging()])
+async def test_an_engine_that_is_down_says_nothing_of_embeddings(answer: Answer) -> None:
+    options: Any = {"hand_over": "after", "when_overloaded": "decode"}
+    async with fleet(stage_timeout_s=0.3, **options) as f:
+        await f.post(chat(picture(PNG)))
+        f.p.answer = answer
+        response, _ = await f.post(chat(picture(PNG)))
+        assert (response.status, response.headers["x-ecshare-path"]) == (200, "decode")
+        assert len(f.e.bodies) == 1
+        assert (await encodes(f))["remembered"] == 1
+
+
+async def test_an_error_behind_a_token_is_the_clients() -> None:
+    async def late(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        await response.write(EVENTS[0])
+        await response.write(event(ERROR))
+        return response
+
+    async with fleet() as f:
+        await f.post(chat(picture(PNG)))
+        f.d.answer = late
+        _, body = await f.post(chat(picture(PNG), stream=True))
+        assert body == EVENTS[0] + event(ERROR)
+        assert (len(f.e.bodies), len(f.d.bodies)) == (1, 2)
+
+
+async def test_the_last_decodes_error_is_passed_on() -> None:
+    async with fleet(0, 0) as f:
+        f.d.answer = error_event
+        response, body = await f.post(chat(stream=True))
+        assert (response.status, body) == (200, event(ROLE) + event(ERROR) + b"data: [DONE]\n\n")
+        assert len(f.d.bodies) == 1
+
+
+async def test_another_decode_answers_instead_of_an_error_event() -> None:
+    async with fleet(0, 0, num_d=2) as f:
+        f.d.answer = error_event
+        for _ in range(2):
+            _, body = await f.post(chat(stream=True))
+            assert body == b"".join(EVENTS)
+
+
+async def test_a_client_that_leaves_meanwhile_is_not_worked_for() -> None:
+    async with fleet() as f:
+        await f.post(chat(picture(PNG)))
+        f.d.answer = without(f, 99, decoded, failing(500))
+        f.e.answer = hanging = Hanging()
+        asked = asyncio.create_task(f.post(chat(picture(PNG))))
+        await asyncio.wait_for(hanging.asked.wait(), 5)
+        asked.cancel()
+        await asyncio.wait_for(hanging.left.wait(), 5)
