@@ -7,7 +7,8 @@ It takes the router's options: `python -m benchmarks.turns_router OPTIONS`.
 from collections.abc import Collection
 
 from ecshare.router import __main__, app
-from ecshare.router.engines import Engine, EnginePool, Work
+from ecshare.router.fleet.engines import Engine, EnginePool
+from ecshare.router.types import Work
 
 
 class Turns(EnginePool):

@@ -1,147 +1,148 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ecshare gc`: keeps stores within a budget, once or again and again."""
+"""`ecshare gc`: keeps stores within a budget, once or repeatedly."""
 
-import argparse
 import asyncio
-import json
-import os
-import signal
-import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import click
 import msgspec
 
-from ecshare.doctor.findings import printable
+from ecshare.commands.arguments import STORE_HELP, Number, Stores, json_option, store_argument
+from ecshare.commands.output import Counting, print_json, print_table
+from ecshare.commands.running import FAILED, TERMINATED, run_async, shown_url
+from ecshare.doctor.findings import printable, readable_size
 from ecshare.doctor.targets import Target
-from ecshare.store.config import StoreConfig
-from ecshare.store.errors import ConfigError, StoreError
+from ecshare.store.errors import StoreError
 from ecshare.store.integrity import open_integrity
 from ecshare.store.open import open_store
-from ecshare.store.secrets import masked_url
 from ecshare.upkeep.budget import Budget, read_budget
 from ecshare.upkeep.clean import Cleaner, Report
 
-FAILED = 1
-_TERMINATED = 128 + signal.SIGTERM
 _SHOWN = 50
-_LONGEST_MODEL = 40
+_HEADER = ("kind", "namespace", "model", "objects", "size", "to remove", "size")
 
 
-def run(targets: Sequence[Target], options: argparse.Namespace) -> int:
-    """Clean the stores of `targets` with the arguments in `options`; return the exit status.
+@dataclass(frozen=True)
+class _Options:
+    """The options of the command."""
 
-    Raises:
-        ConfigError: an argument or an option is wrong; names it.
-    """
-    budget = read_budget(options.max_bytes, options.ttl)
-    stores = {config.store_id(): Target(config, path) for config, path in targets}
-    for config, _ in stores.values():
-        # Opening it would create it.
-        if config.folder.startswith("/") and not os.path.isdir(config.folder):
-            raise ConfigError(f"there is no folder {printable(config.folder)}")
-    try:
-        return asyncio.run(_until_stopped([*stores.values()], budget, options))
-    except asyncio.CancelledError:
-        return 0 if options.every else _TERMINATED
+    budget: Budget
+    is_dry: bool
+    as_json: bool
 
 
-async def _until_stopped(
-    targets: Sequence[Target], budget: Budget, options: argparse.Namespace
+@click.command(epilog=STORE_HELP)
+@store_argument
+@click.option(
+    "--max-bytes",
+    metavar="[SCOPE=]SIZE",
+    multiple=True,
+    help="The most that may be stored, e.g. 500GB; with kv= or ec= of one kind, with tenant:NAME= "
+    "of a tenant, with a namespace and = of that one. May be repeated.",
+)
+@click.option(
+    "--ttl",
+    metavar="[SCOPE=]HOURS",
+    multiple=True,
+    help="Remove what was not used for so many hours; scopes as above, the narrowest counts. May "
+    "be repeated.",
+)
+@click.option(
+    "--every",
+    metavar="MINUTES",
+    type=Number("a number of minutes above 0", 0.001, 1e6),
+    help="Repeat it, with a pause of so many minutes.",
+)
+@click.option("--dry-run", is_flag=True, help="Remove nothing; print a table of what would go.")
+@json_option
+def command(
+    stores: Stores,
+    max_bytes: Sequence[str],
+    ttl: Sequence[str],
+    every: float | None,
+    dry_run: bool,
+    as_json: bool,
 ) -> int:
-    """Clean until SIGTERM, or once; return the exit status.
+    """Keep a store within a budget: remove what was not used for longest.
 
-    Raises:
-        CancelledError: after SIGTERM.
+    The ends of prompts are removed before their beginnings; old notes, temporary files and the like
+    are removed too. It may be stopped and run again at any time, beside engines and other cleaners.
+
+    Exit status: 0 done, 1 the store failed (run it again), 2 wrong usage, 143 stopped by SIGTERM
+    (0 with --every).
     """
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    options = _Options(read_budget(max_bytes, ttl), dry_run, as_json)
+    targets = stores.distinct()
+    return run_async(_repeat(targets, options, every), 0 if every else TERMINATED)
+
+
+async def _repeat(targets: Sequence[Target], options: _Options, every: float | None) -> int:
     while True:
         status = 0
         for target in targets:
-            status |= await _clean(target, budget, options)
-        if not options.every:
+            status |= await _clean(target, options)
+        if not every:
             return status
-        await asyncio.sleep(options.every * 60)
+        await asyncio.sleep(every * 60)
 
 
-async def _clean(target: Target, budget: Budget, options: argparse.Namespace) -> int:
+async def _clean(target: Target, options: _Options) -> int:
     config, path = target
     store = open_store(config, path)
     cleaner = Cleaner(
         store,
-        budget,
-        integrity=open_integrity(config.integrity_key, path),
+        options.budget,
+        integrity=open_integrity(config, path),
         timeout_s=config.call_timeout_s,
-        is_dry=options.dry_run,
+        is_dry=options.is_dry,
     )
     try:
-        report = await cleaner.run()
-        if options.json or options.dry_run:
+        with Counting("keys listed and objects removed", is_shown=not options.as_json) as counting:
+            report = await cleaner.run(counting.advance)
+        if options.as_json or options.is_dry:
             await cleaner.name_models()
-    except (StoreError, OSError) as exc:  # or no room for the names
-        print(_failure(config, cleaner.report, exc), file=sys.stderr, flush=True)
+    except (StoreError, OSError) as exc:  # OSError: no disk space for the names of objects
+        click.echo(_failure(shown_url(target), cleaner.report, exc), err=True)
         return FAILED
     finally:
         await store.close()
-    _show(config, report, options)
+    _show(shown_url(target), report, options)
     return 0
 
 
-def _failure(config: StoreConfig, report: Report, exc: StoreError | OSError) -> str:
+def _failure(url: str, report: Report, exc: StoreError | OSError) -> str:
     done = f"{report.num_removed:,} of {report.num_to_remove:,} objects were removed"
-    words = printable(str(exc))
-    return f"ecshare gc: {printable(masked_url(config.url))}: {words}; {done}; run it again"
+    return f"ecshare gc: {url}: {printable(str(exc))}; {done}; run it again"
 
 
-def _show(config: StoreConfig, report: Report, options: argparse.Namespace) -> None:
-    url = printable(masked_url(config.url))
-    if options.json:
-        shown = {"url": url, "dry_run": options.dry_run, **msgspec.to_builtins(report)}
-        print(json.dumps(shown), flush=True)  # all but ASCII is escaped: names are from the store
+def _show(url: str, report: Report, options: _Options) -> None:
+    if options.as_json:
+        print_json({"url": url, "dry_run": options.is_dry, **msgspec.to_builtins(report)})
         return
-    if options.dry_run:
-        for line in table(report):
-            print(line)
+    if options.is_dry:
+        _show_table(report)
     removed = sum(row.removed_bytes for row in report.rows)
     has = sum(row.num_bytes for row in report.rows)
-    verb = "would remove" if options.dry_run else "removed"
+    verb = "would remove" if options.is_dry else "removed"
     others = report.num_others_removed + report.num_temporary_removed
     foreign = f"; {report.num_foreign:,} keys are not ecshare's" if report.num_foreign else ""
-    print(
-        f"{url}: {verb} {report.num_to_remove:,} objects, {size(removed)} of {size(has)}, and "
-        f"{others:,} leftovers; read {report.num_notes:,} notes of use{foreign}",
-        flush=True,
+    parts = f"; listed in {report.num_parts} parts" if report.num_parts > 1 else ""
+    click.echo(
+        f"{url}: {verb} {report.num_to_remove:,} objects, {readable_size(removed)} of "
+        f"{readable_size(has)}, and {others:,} leftovers; read {report.num_notes:,} notes of "
+        f"use{foreign}{parts}"
     )
 
 
-def table(report: Report) -> list[str]:
-    """Return a table with a line for each namespace. Names from the store are escaped."""
-    rows = [("kind", "namespace", "model", "objects", "size", "to remove", "size")]
-    for row in report.rows[:_SHOWN]:
+def _show_table(report: Report) -> None:
+    """Print a line for each namespace."""
+    rows = []
+    for row in report.rows:
         what = row.namespace or row.what
         if row.namespace and row.what != "objects":
             what = f"{row.namespace} ({row.what})"
-        model = printable(row.model)[:_LONGEST_MODEL]
-        counts = f"{row.num_objects:,}", size(row.num_bytes)
-        rows.append(
-            (row.kind, what, model, *counts, f"{row.num_removed:,}", size(row.removed_bytes))
-        )
-    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if n < 3 else cell.rjust(width)  # noqa: PLR2004 — three texts
-            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    more = len(report.rows) - _SHOWN
-    return [*lines, f"and {more:,} more"] if more > 0 else lines
-
-
-def size(num_bytes: int) -> str:
-    """Return `num_bytes` in a readable unit."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:.1f} {unit}"
-    return f"{num_bytes:,} B"
+        counts = f"{row.num_objects:,}", readable_size(row.num_bytes)
+        removed = f"{row.num_removed:,}", readable_size(row.removed_bytes)
+        rows.append((row.kind, what, row.model, *counts, *removed))
+    print_table(_HEADER, rows, 3, most=_SHOWN)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may stay in a store: bytes and hours, of the whole store, of a kind, or of a namespace."""
+"""Limits what may stay in a store: bytes and hours for the whole store, a kind, a tenant, or a
+namespace."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -17,49 +18,75 @@ _NUMBER = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([a-z]{0,3})", re.IGNOREC
 
 ALL = ""
 """The scope of the whole store."""
+_TENANT = "tenant:"
+_TENANT_SCOPE = re.compile(rf"{_TENANT}[A-Za-z0-9._-]{{1,64}}")
 _GAP_MINUTES = 60
 _OLD_MINUTES = 48 * 60
 _REPORT_MINUTES = 30 * 24 * 60
-# See take_once.py of the buffers for vLLM before V1: nothing reappears after an hour.
+# Entries of the buffers for vLLM before V1 may reappear within an hour: see take_once.py.
 _BUFFER_MINUTES = 60
 
 
+Tenants = Mapping[tuple[str, str], str]
+"""Tenants by kind and namespace. A namespace that is missing has no tenant."""
+
+
+def tenant_scope(tenant: str) -> str:
+    """Return the scope of all namespaces of a tenant."""
+    return _TENANT + tenant
+
+
 class Budget(Struct, frozen=True):
-    """Limits by scope: ALL, "ec" or "kv", or a namespace."""
+    """Limits by scope: ALL, "ec" or "kv", a `tenant_scope`, or a namespace."""
 
     max_bytes: Mapping[str, int] = {}
     ttl_hours: Mapping[str, float] = {}
     """Hours since the last use. The narrowest scope counts."""
 
-    def ttl_minutes(self, kind: str, namespace: str) -> int:
-        """Return the minutes after which an object is removed; FOREVER: it is not."""
-        for scope in (namespace, kind, ALL):
+    @property
+    def has_tenants(self) -> bool:
+        """Return whether there is a limit for a tenant."""
+        return any(scope.startswith(_TENANT) for scope in (*self.max_bytes, *self.ttl_hours))
+
+    def ttl_minutes(self, kind: str, namespace: str, tenant: str = "") -> int:
+        """Return the minutes after which an unused object is removed; FOREVER: it is not."""
+        for scope in (namespace, tenant_scope(tenant), kind, ALL):
             if scope in self.ttl_hours:
                 return min(int(self.ttl_hours[scope] * 60), FOREVER - 1)
         return FOREVER
 
-    def rules(self, spaces: Sequence[Space]) -> Rules:
-        """Return the rules of these spaces."""
-        limits = [
-            Limit(frozenset(n for n, space in enumerate(spaces) if _is_in(space, scope)), most)
-            for scope, most in self.max_bytes.items()
+    def rules(
+        self,
+        spaces: Sequence[Space],
+        tenants: Tenants,
+        growth: Sequence[int] = (),
+        num_parts: int = 1,
+    ) -> Rules:
+        """Return the rules of these spaces. `growth`: `Limit.growth` of each space. `num_parts`:
+        the spaces have one of this many equal parts of all names."""
+        of_spaces = [tenants.get((each.kind, each.namespace), "") for each in spaces]
+        scopes = [
+            {ALL, space.kind, space.namespace, tenant_scope(tenant)}
+            for space, tenant in zip(spaces, of_spaces, strict=True)
         ]
+        limits = []
+        for scope, most in self.max_bytes.items():
+            inside = frozenset(n for n, own in enumerate(scopes) if scope in own)
+            limits.append(
+                Limit(inside, most // num_parts, sum(growth[n] for n in inside) if growth else 0)
+            )
         holds = [_BUFFER_MINUTES if each.role is Role.BUFFER else 0 for each in spaces]
-        return Rules(limits, [self._ttl_of(space) for space in spaces], holds)
+        return Rules(limits, [*map(self._ttl_of, spaces, of_spaces)], holds)
 
-    def _ttl_of(self, space: Space) -> int:
+    def _ttl_of(self, space: Space, tenant: str) -> int:
         if space.role is Role.GAPS:
             return _GAP_MINUTES
         if space.role is Role.OLD:
             return _OLD_MINUTES
-        if space.role is Role.REPORTS:  # they are of no use without the embeddings
+        if space.role is Role.REPORTS:  # useless without the embeddings
             return min(self.ttl_minutes(Kind.EC, ""), _REPORT_MINUTES)
-        ttl = self.ttl_minutes(space.kind, space.namespace)
+        ttl = self.ttl_minutes(space.kind, space.namespace, tenant)
         return max(ttl, _BUFFER_MINUTES) if space.role is Role.BUFFER else ttl
-
-
-def _is_in(space: Space, scope: str) -> bool:
-    return scope in (ALL, space.kind, space.namespace)
 
 
 def read_budget(sizes: Sequence[str], hours: Sequence[str]) -> Budget:
@@ -78,9 +105,11 @@ def _scoped(arguments: Sequence[str], option: str) -> list[tuple[str, str]]:
     found: dict[str, str] = {}
     for argument in arguments:
         scope, _, text = argument.rpartition("=")
-        if scope not in (ALL, *Kind) and not is_namespace(scope):
+        is_one = _TENANT_SCOPE.fullmatch(scope) or is_namespace(scope)
+        if scope not in (ALL, *Kind) and not is_one:
             raise ConfigError(
-                f"{option}: {_shown(scope)} is neither ec nor kv nor a namespace of 32 hex digits"
+                f"{option}: {_shown(scope)} is neither ec nor kv nor a namespace of 32 hex digits "
+                "nor tenant: and a name"
             )
         if scope in found:
             raise ConfigError(f"{option}: {_shown(argument)} is a second value of the same scope")
@@ -88,16 +117,16 @@ def _scoped(arguments: Sequence[str], option: str) -> list[tuple[str, str]]:
     return list(found.items())
 
 
-def read_size(text: str) -> int:
-    """Return the bytes of "500GB", "1.5 TiB" or "1000".
+def read_size(text: str, option: str = "--max-bytes") -> int:
+    """Return the bytes of "500GB", "1.5 TiB" or "1000", which the user wrote as `option`.
 
     Raises:
-        ConfigError: it is no size; quotes it.
+        ConfigError: `text` is not a size; quotes it.
     """
     found = _NUMBER.fullmatch(text)
     unit = _UNITS.get(found[2].lower()) if found else None
     if found is None or unit is None:
-        raise ConfigError(f"--max-bytes: {_shown(text)} is no size; write 500GB or 1.5TiB")
+        raise ConfigError(f"{option}: {_shown(text)} is no size; write 500GB or 1.5TiB")
     return int(float(found[1]) * unit)
 
 

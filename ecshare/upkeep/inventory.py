@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All objects of a store, in little memory: 36 bytes an object, and their names in a file.
+"""Holds all objects of a store in little memory: 36 bytes an object, and their names in a file.
 
-A listing of a bucket costs a request for each thousand keys, so there is only one.
+Listing a bucket costs a request for each thousand keys, so it is listed only once. A store that has
+more objects than fit into memory is listed once for each part.
 """
 
 import math
 import os
 import re
 import tempfile
+import time
 from array import array
 from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import NamedTuple
+from zlib import crc32
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from ecshare.store.errors import StoreUnavailable
 from ecshare.store.keys import (
     CLEANED_PREFIX,
     CLOCK_PREFIX,
@@ -39,20 +43,28 @@ _OF_NAMESPACE = re.compile(
     rf"((?:ec|kv)/{FORMAT_VERSION})/(?:manifests/([0-9a-f]{{32}})|sizes/([0-9a-f]{{32}})/[0-9]{{1,6}})"
 )
 _OLD_RECORD = re.compile(r"(?:ec|kv)/([0-9]{1,4})/(?:manifests|sizes)/[0-9a-f]{32}(?:/[0-9]{1,6})?")
-# Leases that are over, and what a killed process has left.
+# Expired leases, and objects that a killed process has left.
 _LEFT = re.compile(
-    r"doctor-[0-9a-f]{16}|probe/taking-[0-9a-f]{16}"
-    rf"|{LEASES_PREFIX}(?:ec|kv)-[0-9]{{1,12}}|{CLOCK_PREFIX}[0-9a-f]{{32}}"
+    r"doctor-[0-9a-f]{16}|probe/(?:taking|bench)-[0-9a-f]{16}"
+    rf"|{LEASES_PREFIX}(?:ec|kv)-[0-9]{{1,12}}(?:-[0-9a-f]{{16}})?|{CLOCK_PREFIX}[0-9a-f]{{32}}"
 )
 _USES = re.compile(rf"{USES_PREFIX}(?:ec|kv)/[0-9a-f]{{32}}")
-# More than an object can have; a million such sizes have a sum of 64 bits.
+# No object is larger; the sum of a million such sizes fits into 64 bits.
 _MOST_BYTES = 1 << 44
+_LATEST_MINUTE = 253_402_300_799 // 60  # of the year 9999: later days have no name
 # An entry of the buffers for vLLM before V1, or the marker of one that was taken.
 _BUFFERED = re.compile(r"[0-9a-f]{1,8}-[0-9a-f]{12}-[0-9a-f]{10}")
 _GAP = "gap"
 _DIGEST_BYTES = 32
-# Of small objects that are no candidates. A hostile writer can make any number.
-_MOST_OTHERS = 200_000
+_NAME_BYTES = _DIGEST_BYTES + 32
+# The most small objects of each sort that are no candidates. A hostile writer can store any number.
+_MOST_OTHERS = 100_000
+# A space takes as much memory as this many objects.
+_SPACE_OBJECTS = 16
+_BLOCK = 1000  # objects whose names are read at once
+MOST_KEYS = 200_000_000
+"""A listing with more keys is endless, or too large for one process."""
+_MOST_PARTS = 64
 
 
 class Role(Enum):
@@ -71,10 +83,37 @@ class Space(NamedTuple):
 
     role: Role
     prefix: str
-    """Of their keys, without the last slash."""
+    """The common prefix of their keys, without the last slash."""
     kind: str
     """"ec", "kv" or "router"."""
     namespace: str
+
+
+class TooManyObjects(StoreUnavailable):
+    """The store has more objects than may be in memory."""
+
+
+class Part(NamedTuple):
+    """Some of all names: those whose `use_id` leaves the rest `number` when divided by `of`.
+
+    Names are digests, so each part has its share of the bytes of a store.
+    """
+
+    number: int = 0
+    of: int = 1
+
+    def halves(self) -> list["Part"]:
+        """Return two parts that have the names of this one.
+
+        Raises:
+            TooManyObjects: there are too many parts.
+        """
+        if self.of == _MOST_PARTS:
+            raise TooManyObjects(f"the store has too many objects, even for {_MOST_PARTS} listings")
+        return [Part(self.number + n * self.of, 2 * self.of) for n in range(2)]
+
+
+WHOLE = Part()
 
 
 class Small(Struct, frozen=True):
@@ -86,12 +125,15 @@ class Small(Struct, frozen=True):
 
 
 class Inventory:
-    """What a listing has found. `close` removes its file.
+    """The objects of a listing. `close` removes its file.
 
     Minutes are those of the store's clock, since 1970.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MOST_KEYS, part: Part = WHOLE) -> None:
+        """Hold at most `most` objects, of the names of `part`; besides all other keys of ours."""
+        self.part = part
+        self._most = most
         self.spaces: list[Space] = []
         self.uses: list[Small] = []
         """Notes and indexes of uses."""
@@ -101,7 +143,7 @@ class Inventory:
         """Small objects that are removed once they are old enough."""
         self.num_foreign = 0
         """Keys that are not ours."""
-        self._num_others = 0
+        self._num_lines = 0
         self._numbers: dict[tuple[str, Role], int] = {}
         self._columns = _Columns()
         self._names = _Names()
@@ -114,11 +156,19 @@ class Inventory:
         self._names.file.close()
 
     def add(self, info: ObjectInfo) -> None:
-        """Add one line of the listing."""
+        """Add one line of the listing.
+
+        Raises:
+            TooManyObjects: there is no room for it.
+            StoreUnavailable: the listing has too many lines.
+        """
+        self._num_lines += 1
+        if self._num_lines > MOST_KEYS:
+            raise StoreUnavailable(f"the listing of the store has more than {MOST_KEYS:,} keys")
         found = _OBJECT.fullmatch(info.key)
         # A faulty server may state any size and time.
         is_time = math.isfinite(info.modified_s)
-        minute = max(0, min(int(info.modified_s // 60), 0xFFFFFFFF)) if is_time else 0
+        minute = max(0, min(int(info.modified_s // 60), _LATEST_MINUTE)) if is_time else 0
         num_bytes = max(0, min(info.num_bytes, _MOST_BYTES))
         if found is None:
             self._add_small(Small(info.key, num_bytes, minute))
@@ -128,20 +178,52 @@ class Inventory:
         if role is None:  # a later format: only its own release knows what it means
             self.num_foreign += 1
             return
+        identity = use_id(namespace or "0", digest)
+        if identity % self.part.of != self.part.number:
+            return
+        columns = self._columns
+        if len(columns.ids) + _SPACE_OBJECTS * len(self.spaces) >= self._most:
+            raise TooManyObjects(f"the store has more than {self._most:,} objects")
         name = bytes.fromhex(digest) + (part or "").encode()
-        columns, kind = self._columns, prefix.partition("/")[0]
-        # That an object will not be stored says nothing about its last use.
-        columns.ids.append(use_id(namespace or "0", digest) ^ (role is Role.GAPS))
+        # A note of absence is no use of its object, so it has an id of its own.
+        columns.ids.append(identity ^ (role is Role.GAPS))
         columns.sizes.append(num_bytes)
         columns.minutes.append(minute)
-        columns.spaces.append(self._number_of(Space(role, prefix, kind, namespace or "")))
-        self._names.append(name)
+        columns.spaces.append(self._number_of(role, prefix, namespace or ""))
+        columns.parts.append(crc32(name))
+        columns.places.append(self._names.append(name))
 
-    def _number_of(self, space: Space) -> int:
-        number = self._numbers.get((space.prefix, space.role))
+    def drop_repeated(self) -> None:
+        """Count each key once, however often it was listed: the last line of it."""
+        self.uses, self.leftovers = _once(self.uses), _once(self.leftovers)
+        self.records = {owner: _once(records) for owner, records in self.records.items()}
+        ids, _, _, spaces = self.arrays()
+        parts = np.frombuffer(self._columns.parts, np.uint32)
+        mixed = ids ^ (parts.astype(np.uint64) << np.uint64(32)) ^ spaces
+        in_order = np.sort(mixed)
+        repeated = in_order[1:][in_order[1:] == in_order[:-1]]
+        if not len(repeated):
+            return
+        suspects = np.flatnonzero(np.isin(mixed, repeated))
+        suspects = suspects[np.argsort(mixed[suspects], kind="stable")]
+        stays = np.ones(len(ids), np.bool_)
+        alike: dict[Key, int] = {}
+        before = None
+        for start in range(0, len(suspects), _BLOCK):
+            some = suspects[start : start + _BLOCK]
+            for number, now, key in zip(some, mixed[some], self.keys(some), strict=True):
+                alike = alike if now == before else {}
+                before = now
+                if key in alike:
+                    stays[alike[key]] = False
+                alike[key] = number
+        self._columns.keep(stays)
+
+    def _number_of(self, role: Role, prefix: str, namespace: str) -> int:
+        number = self._numbers.get((prefix, role))
         if number is None:
-            number = self._numbers[space.prefix, space.role] = len(self.spaces)
-            self.spaces.append(space)
+            number = self._numbers[prefix, role] = len(self.spaces)
+            self.spaces.append(Space(role, prefix, prefix.partition("/")[0], namespace))
         return number
 
     def _add_small(self, small: Small) -> None:
@@ -155,24 +237,37 @@ class Inventory:
         if not (owned or is_left or _USES.fullmatch(key)):
             self.num_foreign += 1
             return
-        self._num_others += 1
-        if self._num_others > _MOST_OTHERS:
-            return
         if owned:
             kind, namespace = owned[1][:2], owned[2] or owned[3]
-            self.records.setdefault((kind, namespace), []).append(small)
-        elif is_left:
-            self.leftovers.append(small)
-        else:
-            self.uses.append(small)
+            if len(self.records) < _MOST_OTHERS or (kind, namespace) in self.records:
+                self.records.setdefault((kind, namespace), []).append(small)
+            return
+        sort = self.leftovers if is_left else self.uses
+        if len(sort) < _MOST_OTHERS:
+            sort.append(small)
 
     def keys(self, numbers: NDArray[np.int64]) -> Iterator[Key]:
         """Yield the keys of these objects."""
         for number in numbers.tolist():
-            name = self._names.read(number)
+            name = self._names.read(self._columns.places[number])
             digest, part = name[:_DIGEST_BYTES].hex(), name[_DIGEST_BYTES:].decode()
             prefix = self.spaces[self._columns.spaces[number]].prefix
             yield Key(f"{prefix}/{digest[:2]}/{digest}" + (f".{part}" if part else ""))
+
+    @property
+    def latest_s(self) -> float:
+        """Return when the latest object was stored, in seconds since 1970; at most this host's
+        time. It replaces the store's clock if the store takes no more objects."""
+        latest = max(self._columns.minutes, default=0)
+        return min(60.0 * latest, time.time())
+
+    def growth(self, since: int) -> list[int]:
+        """Return the bytes of each space that were stored in the minute `since` or later."""
+        _, sizes, minutes, spaces = self.arrays()
+        is_new = minutes >= np.uint32(max(0, since))
+        totals = np.zeros(len(self.spaces), np.uint64)
+        np.add.at(totals, spaces[is_new], sizes[is_new])
+        return [int(total) for total in totals]
 
     def ages(self, now: int) -> "Ages":
         """Return when each name was last modified, in minutes before the minute `now`."""
@@ -190,11 +285,17 @@ class Inventory:
 
 
 class _Columns:
-    """Id, size, minute of modification and space of each object."""
+    """Id, size, minute of modification, space, checksum of the name, and its place in the file of
+    names, of each object."""
 
     def __init__(self) -> None:
-        self.ids, self.sizes = array("Q"), array("Q")
-        self.minutes, self.spaces = array("I"), array("I")
+        self.ids, self.sizes, self.places = array("Q"), array("Q"), array("Q")
+        self.minutes, self.spaces, self.parts = array("I"), array("I"), array("I")
+
+    def keep(self, stays: NDArray[np.bool_]) -> None:
+        for name, column in vars(self).items():
+            left = np.frombuffer(column, column.typecode)[stays]
+            setattr(self, name, array(column.typecode, left.tobytes()))
 
 
 class _Names:
@@ -202,26 +303,29 @@ class _Names:
 
     def __init__(self) -> None:
         self.file = tempfile.TemporaryFile(buffering=1 << 20)  # noqa: SIM115 — its owner closes it
-        self._offsets = array("Q")
         self._end = 0
 
-    def append(self, name: bytes) -> None:
-        self._offsets.append(self._end)
-        self.file.write(name)
-        self._end += len(name)
+    def append(self, name: bytes) -> int:
+        """Write `name`; return its place."""
+        place = self._end
+        self._end += self.file.write(bytes((len(name),)) + name)
+        return place
 
-    def read(self, number: int) -> bytes:
-        begin, is_last = self._offsets[number], number + 1 == len(self._offsets)
-        end = self._end if is_last else self._offsets[number + 1]
+    def read(self, place: int) -> bytes:
         self.file.flush()
-        return os.pread(self.file.fileno(), end - begin, begin)
+        found = os.pread(self.file.fileno(), 1 + _NAME_BYTES, place)
+        return found[1 : 1 + found[0]]
+
+
+def _once(smalls: Sequence[Small]) -> list[Small]:
+    return list({small.key: small for small in smalls}.values())
 
 
 class Ages:
     """The last use of each name: first that of its youngest object, then also by notes of use."""
 
     def __init__(self, inventory: Inventory, now: int) -> None:
-        """`now`: the minute by the store's clock. An object of the future is of now."""
+        """`now`: the minute by the store's clock. Later times count as `now`."""
         ids, self._sizes, minutes, self._spaces = inventory.arrays()
         self.ids, self._names = _unique(ids)
         """The `use_id` of each name, sorted."""
@@ -232,7 +336,7 @@ class Ages:
         self._positions = np.zeros(len(self.ids), np.uint32)
 
     def merge(self, uses: Uses, age: int) -> Uses:
-        """Take in a note that is `age` minutes old. Return its uses of what is not stored."""
+        """Merge a note that is `age` minutes old. Return its uses of objects not in the store."""
         found = np.searchsorted(self.ids, uses.ids)
         found[found == len(self.ids)] = 0
         is_known = self.ids[found] == uses.ids if len(self.ids) else np.zeros(len(uses), np.bool_)
@@ -260,9 +364,9 @@ class Ages:
         return Candidates(self._spaces, self._sizes, names, ages[names], self._positions[names])
 
     def index(self, removed: NDArray[np.int64], spaces: Sequence[int], later: int) -> Uses:
-        """Return what is known of the names that stay, and cannot be told from the listing.
+        """Return the last uses of the names that stay, where the listing does not show them.
 
-        `removed`: objects. `spaces`: of which to return it. `later`: the minutes since `now`.
+        `removed`: numbers of objects. `spaces`: those of the index. `later`: minutes since `now`.
         """
         stays = np.isin(self._spaces, np.array(spaces, np.uint32))
         stays[removed] = False
@@ -290,6 +394,18 @@ def _unique(ids: Ids) -> tuple[Ids, Numbers]:
     return unique, places.astype(np.uint32)
 
 
+def role_of(key: str) -> Role | None:
+    """Return the role of the object under `key`; None: not an object, or of a later format."""
+    found = _OBJECT.fullmatch(key)
+    return _role(found[1], found[5]) if found else None
+
+
+def is_buffered(part: str) -> bool:
+    """Return whether this is the part of an entry of the buffers for vLLM before V1, or of the
+    marker of one that was taken."""
+    return _BUFFERED.fullmatch(part) is not None
+
+
 def _role(prefix: str, part: str | None) -> Role | None:
     kind, version, *_ = prefix.split("/")
     if kind == "router":
@@ -300,4 +416,4 @@ def _role(prefix: str, part: str | None) -> Role | None:
         return Role.OBJECTS
     if part == _GAP:
         return Role.GAPS
-    return Role.BUFFER if _BUFFERED.fullmatch(part) else Role.OBJECTS
+    return Role.BUFFER if is_buffered(part) else Role.OBJECTS

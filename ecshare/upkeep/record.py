@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The uses of objects that an engine has not yet noted in the store."""
+"""Records the uses of objects, until an engine writes them to the store as a note."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ecshare.store.keys import Key
 
@@ -11,6 +11,7 @@ Name = Key | bytes
 
 MOST_PENDING = 1 << 16
 """As many uses as one note holds."""
+_SLICE = 256
 # Positions are below this: a chain of 16 million blocks.
 _POSITIONS = 1 << 24
 
@@ -18,11 +19,11 @@ _POSITIONS = 1 << 24
 class UseRecord:
     """Holds, for each object that was used since the last `take`, when that was, and its position.
 
-    An object of a chain is of use only with all before it. `position` is larger for those further
+    An object of a chain can be used only with all before it. `position` is larger for those further
     from the beginning, so that the end of a chain is removed first. Of a chain that does not fit,
     the end is left out.
 
-    One thread adds, another may take. To add is a few dictionary writes: it is done on hooks.
+    One thread adds, another may take. Adding is a few dictionary writes, so hooks may do it.
     """
 
     def __init__(
@@ -55,18 +56,21 @@ class UseRecord:
             first = base + step
             pending.update(zip(names, range(first, first + most * step, step), strict=False))
 
-    def take(self) -> list[tuple[Name, int, int]]:
-        """Return name, age in minutes and position of each use, in the order of their first
-        addition, and hold none of them any more."""
-        taken, self._pending = self._pending, {}
-        now = self._minute()
-        # The other thread may still add to it, once. `list` does not see half of that.
-        items = list(taken.items())
-        return [(name, now - use // _POSITIONS, use % _POSITIONS) for name, use in items]
+    def take(self) -> Iterator[list[tuple[Name, int, int]]]:
+        """Remove all uses, and yield name, age in minutes and position of each, some at a time.
 
-    def stop(self) -> None:
-        """Hold nothing any more, whatever is added."""
-        self._limit, self._pending = 0, {}
+        The latest come first. To convert all at once would hold the interpreter's lock for tens of
+        milliseconds.
+        """
+        taken, self._pending = self._pending, {}
+        return _slices(taken, self._minute())
 
     def _minute(self) -> int:
         return int(self._clock_s() // 60)
+
+
+def _slices(taken: dict[Name, int], now: int) -> Iterator[list[tuple[Name, int, int]]]:
+    # The other thread may still add to it, once.
+    while taken:
+        some = [taken.popitem() for _ in range(min(_SLICE, len(taken)))]
+        yield [(name, now - use // _POSITIONS, use % _POSITIONS) for name, use in some]

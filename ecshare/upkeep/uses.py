@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes of when objects were last used, and the index that a cleaner makes of them.
+"""Encodes notes of when objects were last used, and the index that a cleaner makes of them.
 
 Both are objects under `USES_PREFIX`, of the format of all others: dtype U32, shape [n, 4], and each
 row is one use:
@@ -9,8 +9,8 @@ row is one use:
 The age counts back from the note's own time of modification, by the store's clock. So the clocks of
 engines do not matter, and no use can be in the future. docs/format.md is normative.
 
-A note may be forged, or forged notes may be many. They can only change the order in which a cleaner
-removes objects.
+Any writer to the store can forge any number of notes. They can only change the order in which a
+cleaner removes objects.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ from ecshare.store.integrity import Integrity
 from ecshare.store.keys import Key
 
 MOST_USES = 1 << 18
-"""In one object; larger ones are not read."""
+"""The most uses in one object; larger ones are not read."""
 USE_BYTES = 16
 LIMIT_BYTES = PROLOGUE_BYTES + MOST_USES * USE_BYTES
 
@@ -58,11 +58,11 @@ class Uses:
         )
 
     def cut(self, most: int) -> "Uses":
-        """Return the first `most` of them."""
+        """Return the first `most` uses."""
         return Uses(self.ids[:most], self.ages[:most], self.positions[:most])
 
     def parts(self) -> Iterator["Uses"]:
-        """Yield them in parts that fit into one object each."""
+        """Yield these uses in parts that fit into one object each."""
         for start in range(0, len(self), MOST_USES):
             some = slice(start, start + MOST_USES)
             yield Uses(self.ids[some], self.ages[some], self.positions[some])
@@ -84,7 +84,7 @@ def unpack(body: memoryview, key: Key, integrity: Integrity | None) -> Uses:
     """Return the uses in the object that was read under `key`.
 
     Raises:
-        ObjectCorrupt: it is not a note, or is damaged, or has no MAC of our key.
+        ObjectCorrupt: the object is not a note, is damaged, or has no MAC of our key.
     """
     sealed = unseal(body, key, integrity=integrity)
     shape = sealed.spec.shape

@@ -13,6 +13,7 @@ import pytest
 
 from ecshare import __version__
 from ecshare.cli import main
+from ecshare.commands.group import COMMANDS
 from ecshare.store.format import PROLOGUE_BYTES
 from ecshare.store.keys import Kind, manifest_key, namespace_digest, object_key
 from lab.servers.processes import Port
@@ -41,7 +42,7 @@ def test_doctor_examines_a_bucket(doctor: Doctor, tmp_path: Path, seaweed: Seawe
     start(tmp_path, FACTS, url, KEY, storage_options=options)
     status, text = doctor(url=url, storage_options=options)
     assert status == 0, text
-    assert f"{NAMESPACE}: 1 objects, 0.0 MB" in text
+    assert f"{NAMESPACE}: 1 objects, 5,096 B" in text
     assert f"{NAMESPACE}: 0 of 1 objects that were read are damaged" in text
 
 
@@ -146,8 +147,8 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("heal",), "COMMAND"),
-        (("doctor",), "store"),
+        (("heal",), "No such command 'heal'"),
+        (("doctor",), "Missing argument 'STORE'"),
         (("doctor", "relative/folder"), "options.url: .*absolute folder"),
         (("doctor", '{"url": "/x", "wait": 1}'), "options.wait: unknown option"),
         (
@@ -156,8 +157,8 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         ),
         (("doctor", "{"), "argument store: not JSON"),
         (("doctor", "@/no/such/file"), "argument store: /no/such/file cannot be read"),
-        (("doctor", "/tmp", "--sample", "x"), "--sample: 'x' is not a whole number, 0 or more"),
-        (("doctor", "/tmp", "--sample", "-1"), "--sample: '-1' is not a whole number, 0 or more"),
+        (("doctor", "/tmp", "--sample", "x"), "'--sample': 'x' is not a whole number, 0 or more"),
+        (("doctor", "/tmp", "--sample", "-1"), "'--sample': '-1' is not a whole number, 0 or more"),
         (
             ("doctor", '{"url": "/x", "integrity_key": "short"}'),
             "key: it holds 5 bytes",
@@ -203,8 +204,58 @@ def test_command_without_arguments_prints_help(run: Doctor) -> None:
     status, text = run()
     assert status == 0
     assert (status, text) == run("--help")
-    for command in ("doctor", "router"):
+    for command in COMMANDS:
         assert re.search(f"^ +{command} +[a-z]", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"router"}))
+def test_every_command_explains_itself(run: Doctor, command: str) -> None:
+    status, text = run(command, "--help")
+    assert status == 0
+    assert text.startswith(f"Usage: ecshare {command} ")
+    assert "STORE is a url" in text or "STORE" not in text
+
+
+@pytest.mark.parametrize("shell", ["bash", "fish", "zsh"])
+def test_completion_prints_the_script_of_a_shell(run: Doctor, shell: str) -> None:
+    status, text = run("completion", shell)
+    assert status == 0
+    assert f"_ECSHARE_COMPLETE={shell}_complete" in text
+
+
+def test_bash_completes_commands_and_options() -> None:
+    """As bash asks, by the script that `ecshare completion bash` prints."""
+
+    def complete(words: str, at: int) -> list[str]:
+        asked = {"_ECSHARE_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(at)}
+        command = [sys.executable, "-c", "from ecshare.cli import main; main()"]
+        return subprocess.check_output(command, env=os.environ | asked, text=True).split()
+
+    assert complete("ecshare do", 1) == ["plain,doctor"]
+    assert "plain,--max-bytes" in complete("ecshare gc --", 2)
+
+
+def test_missing_package_is_named_with_its_extra(tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text("raise ImportError('no numpy')")
+    paths = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    ended = subprocess.run(
+        [sys.executable, "-m", "ecshare", "gc", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": paths},
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert "gc: no numpy: pip install numpy rich (ecshare's extra [cli])" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_doctor_prints_json_lines(doctor: Doctor) -> None:
+    status, text = doctor("--json")
+    assert status == 0
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert {line["level"] for line in lines} <= {"ok", "note"}
+    assert all(line.keys() == {"topic", "level", "text", "details"} for line in lines)
 
 
 def test_router_command_gets_all_further_arguments(run: Doctor) -> None:

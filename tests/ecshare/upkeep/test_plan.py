@@ -67,7 +67,7 @@ def total(objects: Candidates, spaces: frozenset[int], gone: set[int]) -> int:
 
 
 @given(NAMES, LIMITS, TTLS, HOLDS)
-def test_limits_hold_afterwards_except_for_what_is_held(
+def test_limits_hold_after_removals_except_for_held_objects(
     names: list[Name], limits: list[Limit], ttls: list[int], holds: list[int]
 ) -> None:
     objects = candidates(names)
@@ -100,10 +100,10 @@ def test_nothing_within_ttl_and_limits_is_removed(
 
 
 @given(NAMES, st.integers(0, 1500))
-def test_what_stays_was_used_later_or_is_nearer_to_the_beginning(
+def test_kept_objects_were_used_later_or_are_nearer_to_the_beginning(
     names: list[Name], max_bytes: int
 ) -> None:
-    """So a chain whose objects are noted together never loses its beginning before its end."""
+    """So a chain that was used as a whole never loses its beginning before its end."""
     objects = candidates(names)
     limit = Limit(frozenset(range(SPACES)), max_bytes)
     order = removals(objects, Rules([limit], [FOREVER] * SPACES, [0] * SPACES)).tolist()
@@ -116,7 +116,7 @@ def test_what_stays_was_used_later_or_is_nearer_to_the_beginning(
 
 
 @given(NAMES, LIMITS)
-def test_objects_of_one_name_leave_together(names: list[Name], limits: list[Limit]) -> None:
+def test_objects_of_one_name_are_removed_together(names: list[Name], limits: list[Limit]) -> None:
     objects = candidates(names)
     gone = set(removals(objects, Rules(limits, [FOREVER] * SPACES, [0] * SPACES)).tolist())
     sizeless = {n for n in range(len(objects.sizes)) if objects.sizes[n] == 0}
