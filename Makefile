@@ -18,7 +18,7 @@ BIN := .venv/bin
 # test, again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test beside lint unit packaging engines nightly test-cases test-models test-faults test-gpu test-browser fuzz test-matrix constraints docs model-table clean
+.PHONY: help setup demo test static lint unit packaging engines nightly test-cases test-models test-faults test-gpu test-browser fuzz test-matrix constraints docs model-table clean
 help:
 	@echo "make demo [STORE=folder|s3] [MODEL=...]   run encode, prefill and decode engines and compare"
 	@echo "make test                                 lint, unit tests, S3 tests, the wheel, real-engine tests"
@@ -45,15 +45,17 @@ setup:
 demo: setup
 	@$(BIN)/python -m examples.one_box.demo --store "$(STORE)" $(if $(MODEL),--model "$(MODEL)")
 
-# Types and the wheel beside the unit tests. What they say comes in one piece, when they have ended.
+# All parts at once: engines that start leave half of two cores idle. What runs beside the unit tests
+# says all in one piece, when it has ended.
 test: setup
-	@$(MAKE) --no-print-directory -j 2 unit beside
-	@$(MAKE) --no-print-directory engines
+	@$(MAKE) --no-print-directory -j 3 WORKERS=2 unit beside-static beside-engines
 
-beside: setup
+beside-%: setup
 	@mkdir -p .cache; \
-	$(MAKE) --no-print-directory lint packaging > .cache/beside.log 2>&1; status=$$?; \
-	cat .cache/beside.log; exit $$status
+	$(MAKE) --no-print-directory $* > .cache/$*.log 2>&1; status=$$?; \
+	cat .cache/$*.log; exit $$status
+
+static: lint packaging
 
 lint: setup
 	$(BIN)/ruff check .
@@ -63,9 +65,10 @@ lint: setup
 
 # Three at a time, each file's in one process: tests that wait leave a quarter of two cores idle. The
 # longest files first (as tests/conftest.py sorts them), so that none is left to run alone.
+WORKERS := 3
 unit: setup
 	$(BIN)/python -m pytest -q -m "not engine and not packaging and not browser and not nightly" \
-		-n 3 --dist loadfile --no-loadscope-reorder
+		-n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # The wheel with each extra in an empty environment: a minute, and a package index. To collect the
 # other tests takes longer than to run some of these: tests/conftest.py refuses such tests elsewhere.
@@ -77,7 +80,7 @@ packaging: setup
 # while: tests/conftest.py refuses tests of engines elsewhere.
 ENGINE_TESTS := tests/engines tests/benchmarks tests/lab/test_fork_server.py
 engines: setup
-	$(BIN)/python -m pytest -v -n 3 --dist loadfile --no-loadscope-reorder \
+	TESTS_LOGS=engines $(BIN)/python -m pytest -v -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
 		--durations=40 --durations-min=3 \
 		-m "engine and not models and not nightly" $(ENGINE_TESTS)
 

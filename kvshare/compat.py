@@ -140,6 +140,12 @@ def cached_blocks(
     return {group: block.block_id for group, block in zip(groups, found, strict=False)}
 
 
+def prefix_index(manager: Any) -> object:
+    """Return the index of vLLM's prefix cache, another object after each reset; None if this
+    release keeps none there."""
+    return option(option(manager, "block_pool"), "cached_block_hash_to_block")
+
+
 def has_packed_layouts() -> bool:
     """Return whether vLLM has KV cache layouts that pack all layers of a group into a block."""
     try:

@@ -7,20 +7,18 @@ With `--check` nothing is written: exit status 1 if the page is not what would b
 """
 
 import argparse
-import ast
-import inspect
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec import Struct
 from msgspec import inspect as types
 
 from ecshare.encoder.config import EncoderConfig
-from ecshare.router.options import make_parser
+from ecshare.router.options.arguments import settings
+from ecshare.router.options.config import RouterConfig
+from ecshare.store.attribute_docs import attribute_docs
 from kvshare.config import KVConfig, TierConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "config.md"
@@ -101,13 +99,17 @@ Experimental, as is vLLM's interface: an entry of `secondary_tiers` of its Offlo
 ```
 
 Besides `type` and `module_path` it takes the options of both connectors, except `max_bytes`,
-`save_after`, `ttl_hours`, and these:
+`preload_bytes`, `save_after`, `ttl_hours`, and these:
 """
 
 ROUTER = """
 ## Router
 
-Arguments of `ecshare router`, which is also `python -m ecshare.router`.
+Arguments of `ecshare router`, which is also `python -m ecshare.router`. Each may instead be in the
+environment (`ECSHARE_ROUTER_OPTION_MAX_ITEMS=8`; several values are separated by blanks), or in the
+TOML file of `--config FILE` (`max-items = 8`, `decoder = ["http://decode.example:8003"]`,
+`access-log = true`). The command line counts before the environment, and that before the file. An
+unknown name is refused.
 """
 
 
@@ -122,7 +124,7 @@ def connector_table() -> Iterator[str]:
     taken: dict[str, list[str]] = {}
     fields: dict[str, tuple[types.Field, str]] = {}
     for name, config in (("ECShareConnector", EncoderConfig), ("KVShareConnector", KVConfig)):
-        purposes = attribute_docstrings(config)
+        purposes = attribute_docs(config)
         described = types.type_info(config)
         assert isinstance(described, types.StructType)
         for field in described.fields:
@@ -138,7 +140,7 @@ def connector_table() -> Iterator[str]:
 
 def tier_table() -> Iterator[str]:
     """Yield one row per option that only a tier has, or that differs for a tier."""
-    purposes = attribute_docstrings(TierConfig)
+    purposes = attribute_docs(TierConfig)
     described = types.type_info(TierConfig)
     assert isinstance(described, types.StructType)
     yield "| option | type | default | meaning |"
@@ -153,38 +155,14 @@ def router_table() -> Iterator[str]:
     """Yield one row per argument of the router's command line."""
     yield "| argument | default | meaning |"
     yield "|---|---|---|"
-    for action in make_parser("")._actions:
-        if action.dest in ("help", "version"):
-            continue
-        metavar = action.metavar or ("TEXT" if action.type is None else "N")
-        value = f" {metavar}" if action.nargs != 0 else ""
-        if action.required:
-            default = "required"
-        elif isinstance(action.default, list):
-            default = str(action.default)
-        elif action.default is None:
-            default = "none"
-        elif action.default is False:
-            default = "off"
-        else:
-            default = f"`{action.default}`"
-        yield row(f"`{action.option_strings[0]}{value}`", default, sentence(str(action.help)))
-
-
-def attribute_docstrings(config: type[Struct]) -> dict[str, str]:
-    """Return the string below each field of `config` and its bases; KeyError if there is none."""
-    found: dict[str, str] = {}
-    for owner in reversed(config.__mro__):
-        if owner in (Struct, object) or not issubclass(owner, Struct):
-            continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for statement, below in zip(body.body, body.body[1:], strict=False):
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                match below:
-                    case ast.Expr(ast.Constant(str(text))):
-                        found[statement.target.id] = " ".join(text.split())
-    return found
+    docs = attribute_docs(RouterConfig)
+    for setting in settings().values():
+        metavar = setting.option.metavar or "TEXT"
+        value = "" if setting.is_switch else f" {metavar}"
+        shown = setting.shown_default
+        is_value = not setting.option.if_none and shown not in ("none", "off")
+        default = f"`{shown}`" if is_value else shown
+        yield row(f"`{setting.option.flag}{value}`", default, docs[setting.field])
 
 
 def type_words(described: types.Type) -> str:
@@ -232,11 +210,6 @@ def default_words(field: types.Field) -> str:
             if value % size == 0:
                 return f"`{value}` ({value // size} {unit})"
     return f"`{msgspec.json.encode(value).decode()}`"
-
-
-def sentence(text: str) -> str:
-    """Return `text`, a help string, with a capital letter and a full stop."""
-    return f"{text[:1].upper()}{text[1:]}."
 
 
 def row(*cells: str) -> str:

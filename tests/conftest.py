@@ -23,7 +23,10 @@ from lab.servers.s3 import SeaweedFS
 from tests.waiting import Clock
 
 CACHE = Path(__file__).parents[1] / ".cache"
-LOGS = CACHE / "logs" / "tests" / os.environ.get("PYTEST_XDIST_WORKER", "")
+# `make test` runs two sessions at once, each with a worker of the same name.
+LOGS = CACHE.joinpath(
+    *("logs", "tests", os.environ.get("TESTS_LOGS", "")), os.environ.get("PYTEST_XDIST_WORKER", "")
+)
 
 MAKEFILE = (Path(__file__).parents[1] / "Makefile").read_text()
 TESTS_OF = {

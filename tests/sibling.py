@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 
 def from_prefiller(**more: Any) -> dict[str, Any]:
@@ -61,8 +61,8 @@ class Sibling(KVConnectorBase_V1, SupportsHMA):
         self.block_tokens = vllm_config.cache_config.block_size
         self.groups = kv_cache_config.kv_cache_groups
         self.starts: dict[str, int] = {}
-        self.admitted: dict[str, int] = {}
-        """How often a request had been preempted when it last got blocks."""
+        self.admitted: dict[str, tuple[Request, int]] = {}
+        """Requests, and how often each had been preempted when it last got blocks."""
         self.loads: list[Load] = []
         self.results = KVConnectorTransferResults()
         self.invalid_blocks: set[int] = set()
@@ -72,7 +72,7 @@ class Sibling(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         params = request.kv_transfer_params or {}
-        if self._has_lost_its_load(request):
+        if self._is_a_load_lost():
             return 0, False
         if self.options.get("brings") == "always":
             end = (request.num_tokens - 1) // self.block_tokens * self.block_tokens
@@ -84,13 +84,19 @@ class Sibling(KVConnectorBase_V1, SupportsHMA):
         num_tokens = max(0, end - num_computed_tokens)
         return num_tokens, self.is_async and num_tokens > 0
 
-    def _has_lost_its_load(self, request: Request) -> bool:
-        """Return whether a load of the request failed as a whole, be it another connector's.
+    def _is_a_load_lost(self) -> bool:
+        """Return whether a load failed as a whole, by any connector, and its request waits to run.
 
-        vLLM then still counts the blocks that the request needs as reserved, by itself. Whoever
-        offers it a further asynchronous load has it wait for ever, unless all of that is free.
+        vLLM then still counts the blocks that the request needs as reserved. Whoever offers this
+        request, or one that was preempted meanwhile and is asked about before it, a further
+        asynchronous load has both wait for ever, unless all of that is free.
         """
-        return self.admitted.get(request.request_id) == request.num_preemptions
+        return any(
+            request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            and request.num_computed_tokens == 0
+            and request.num_preemptions == num_preemptions
+            for request, num_preemptions in self.admitted.values()
+        )
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -98,7 +104,7 @@ class Sibling(KVConnectorBase_V1, SupportsHMA):
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill"):
             params["do_remote_prefill"] = False
-        self.admitted[request.request_id] = request.num_preemptions
+        self.admitted[request.request_id] = request, request.num_preemptions
         start = self.starts.pop(request.request_id, 0)
         if num_external_tokens:
             load = Load(
@@ -118,11 +124,13 @@ class Sibling(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        self.admitted.pop(request.request_id, None)
         return False, None
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
+        self.admitted.pop(request.request_id, None)
         return False, None
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:

@@ -26,6 +26,11 @@ BELOW_HALVES = BELOW_CONNECTORS | {
     "kvshare.config",
     "kvshare.messages",
 }
+ROUTER_LEAVES = {f"ecshare.router.{name}" for name in ("bounded_cache", "single_flight", "types")}
+BELOW_FLEET = ROUTER_LEAVES | {f"ecshare.router.{room}" for room in ("api", "http", "options")}
+ROUTER = BELOW_FLEET | {
+    f"ecshare.router.{room}" for room in ("fleet", "media", "stages", "telemetry")
+}
 ALLOWED = {
     "ecshare": set(),
     "ecshare.store": STORE,
@@ -57,10 +62,23 @@ ALLOWED = {
     "kvshare.tier": BELOW_CONNECTORS | {"kvshare.compat", "kvshare.config"},
     "kvshare.compat": BELOW_CONNECTORS,
     "kvshare.config": STORE,
-    "ecshare.router": STORE,
+    "ecshare.router": STORE | ROUTER,
+    "ecshare.router.telemetry": STORE | ROUTER - {"ecshare.router.stages"},
+    "ecshare.router.stages": STORE | ROUTER - {"ecshare.router.telemetry"},
+    "ecshare.router.fleet": STORE | BELOW_FLEET,
+    "ecshare.router.media": STORE | BELOW_FLEET,
+    "ecshare.router.http": STORE | BELOW_FLEET,
+    "ecshare.router.api": STORE | ROUTER_LEAVES,
+    "ecshare.router.options": STORE | ROUTER_LEAVES,
+    "ecshare.router.types": set(),
+    "ecshare.router.bounded_cache": set(),
+    "ecshare.router.single_flight": set(),
     "ecshare.testing": STORE,
     "ecshare.cli": STORE | {"ecshare.commands", "ecshare.doctor", "ecshare.router"},
-    "ecshare.commands": UPKEEP | {"ecshare.doctor"},
+    "ecshare.warm": UPKEEP | ROUTER | {"ecshare.router"},
+    "ecshare.commands": UPKEEP
+    | {"ecshare.doctor", "ecshare.router", "ecshare.router.options"}
+    | {"ecshare.transfer.client", "ecshare.warm"},
     "ecshare.doctor": STORE | {"ecshare.encoder.config", "kvshare.config"},
     "ecshare.__main__": {"ecshare.cli"},
 }
@@ -71,6 +89,7 @@ WITHOUT = {
     "ecshare.store": LIGHT,
     "ecshare.upkeep": LIGHT,
     "ecshare.router": LIGHT,
+    "ecshare.warm": LIGHT,
     "ecshare.transfer": {"vllm", "transformers"},
     "ecshare.encoder.config": LIGHT,
     "kvshare": {"transformers"},
@@ -81,7 +100,6 @@ MOST_FIELDS = 12
 # What still has more. Such a class has parts that own something: divide it, and add none.
 WITH_MORE_FIELDS = {
     "ecshare.encoder.worker.EncoderWorker",
-    "ecshare.router.app.Router",
     "kvshare.worker.blocks.BlockCaches",
 }
 

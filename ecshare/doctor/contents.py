@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import groupby
 
-from ecshare.doctor.findings import Finding, Level, printable
+from ecshare.doctor.findings import Finding, Level, printable, readable_size
 from ecshare.store.config import MIB
+from ecshare.store.epochs import FACT
 from ecshare.store.errors import ObjectCorrupt, ObjectMissing
 from ecshare.store.format import unseal
 from ecshare.store.integrity import Integrity
@@ -72,7 +73,7 @@ async def contents(
             some, num_of_it = await count_objects(store, namespace_prefix(kind, space), sample)
             count, is_more = some.get(space, NamespaceCount()), num_of_it > 0
         yield _namespace_finding(kind, manifest, count, " or more" if is_more else "")
-        if manifest.facts.get("integrity", "") == (integrity.fingerprint if integrity else ""):
+        if manifest.facts.get("integrity", "") == (integrity.name if integrity else ""):
             yield await _verify_sample(store, kind, space, integrity, count.keys)
         else:
             text = f"{space}: not verified, because it was written with another integrity_key"
@@ -181,12 +182,14 @@ def _namespace_finding(kind: Kind, manifest: Manifest, count: NamespaceCount, mo
     problem = f"{count.num_foreign} files there are not ecshare's; engines ignore them"
     age = _age(manifest.modified_s)
     facts = manifest.facts
-    shown = [f"{name} {_word(facts.get(name))}" for name in ("model", "dtype", "epoch", "weights")]
+    names = ["model", "dtype", "epoch", "weights"]
+    names += [name for name in ("integrity", "tenant", FACT) if facts.get(name)]
+    shown = [f"{name} {_word(facts.get(name))}" for name in names]
     return Finding(
         _KINDS[kind],
         Level.OK,
         f"{manifest.namespace}: {count.num_objects:,}{more} objects, "
-        f"{size(count.num_bytes)}{more}; its manifest is {age}",
+        f"{readable_size(count.num_bytes)}{more}; its manifest is {age}",
         (
             ", ".join(shown),
             *_layer_sets(facts.get("layer_sets")),
@@ -211,11 +214,6 @@ def _age(modified_s: float | None) -> str:
         return f"of {datetime.fromtimestamp(modified_s, UTC):%Y-%m-%d %H:%M} UTC"
     except (OverflowError, OSError, ValueError):
         return "of an invalid time"
-
-
-def size(num_bytes: int) -> str:
-    """Return `num_bytes` in a readable unit."""
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def _word(value: object) -> str:

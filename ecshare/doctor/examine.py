@@ -14,8 +14,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from ecshare.doctor.contents import contents, size
-from ecshare.doctor.findings import Finding, Level, printable
+from ecshare.doctor.contents import contents
+from ecshare.doctor.findings import Finding, Level, printable, readable_size
 from ecshare.doctor.store_check import advice, check_store, missing_folder
 from ecshare.doctor.targets import Remark, Target
 from ecshare.store.config import StoreConfig
@@ -79,7 +79,7 @@ def _open(targets: Sequence[Target]) -> Iterator[_Opened]:
     paths: dict[str, str] = {}
     for target in targets:
         config, path = target
-        integrity = open_integrity(config.integrity_key, path)
+        integrity = open_integrity(config, path)
         first = paths.setdefault(_identity(config), path)
         if first != path:
             yield _Opened(target, integrity, None, first)
@@ -94,7 +94,8 @@ def _identity(config: StoreConfig) -> str:
     """Return a text that is equal for two targets if one examination covers both."""
     options = json.dumps(config.storage_options, sort_keys=True, default=repr)
     host = f"{config.host_cache_dir}\n{config.host_cache_bytes}"
-    return f"{config.store_id()}\n{config.integrity_key}\n{host}\n{options}"
+    keys = f"{config.integrity_key}\n{config.accepted_integrity_key}\n{config.integrity_name}"
+    return f"{config.store_id()}\n{keys}\n{host}\n{options}"
 
 
 async def _examine(opened: _Opened, *, write: bool, sample: int) -> AsyncIterator[Finding]:
@@ -146,16 +147,16 @@ def _examine_host_cache(config: StoreConfig) -> Iterator[Finding]:
     existing = next(path for path in (root, *root.absolute().parents) if os.path.lexists(path))
     try:
         _check_usable(root, existing)
-        limit = size(fitting(existing, config.host_cache_bytes))
+        limit = readable_size(fitting(existing, config.host_cache_bytes))
         free = shutil.disk_usage(existing).free
         used = sum(path.stat().st_size for path in root.glob("*") if path.is_file())
     except (ConfigError, OSError) as exc:
         yield Finding("host cache", Level.PROBLEM, printable(str(exc)))
         return
-    state = f"holds {size(used)} of at most {limit}"
+    state = f"holds {readable_size(used)} of at most {limit}"
     if existing != root:
         state = f"does not exist yet: the first engine makes it, for at most {limit}"
-    text = f"{root} {state}; the disk has {size(free)} free"
+    text = f"{root} {state}; the disk has {readable_size(free)} free"
     yield Finding("host cache", Level.OK, text)
 
 

@@ -117,7 +117,7 @@ def encoder_namespace(vllm_config: Any, epoch: str, integrity: str = "") -> Name
     """Return the namespace of this engine's embeddings.
 
     `epoch` is the user's own text, changed when weights change in place. `integrity` is the
-    fingerprint of the key that authenticates objects.
+    name of the key that authenticates objects.
     """
     facts = model_facts(vllm_config, epoch, integrity) | media_facts(vllm_config)
     return Namespace.of(Kind.EC, facts | {"encoder_width": max(encoder_widths(vllm_config))})

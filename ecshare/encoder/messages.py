@@ -41,6 +41,9 @@ class Orders(ECConnectorMetadata):
 
     loads: tuple[LoadOrder, ...] = ()
     saves: tuple[SaveOrder, ...] = ()
+    num_stops: int = 0
+    """How often sharing was stopped, because weights are updated. Save orders from before are
+    void."""
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,7 @@ class EncoderWorker:
         self._orders: Recent[str, SaveOrder] = Recent(_ORDERS_KEPT)
         self._loaded: set[str] = set()
         self._totals: dict[str, float] = {}
+        self._num_stops = 0
         self._is_unreported = False
         self._is_unwritten = False
         self._next_write_s = 0.0
@@ -112,6 +113,10 @@ class EncoderWorker:
 
     def begin_saves(self, orders: Orders, encoder_cache: dict[str, Tensor]) -> None:
         """Take save orders; save at once what the encoder cache holds from an earlier step."""
+        if orders.num_stops != self._num_stops:
+            # What is encoded from now on may be of other weights than those of their keys.
+            self._num_stops = orders.num_stops
+            self._orders.clear()
         for order in orders.saves:
             self._orders[order.identifier] = order
             self.save(order.identifier, encoder_cache)

@@ -5,6 +5,7 @@ Only this module asks about them, and kvshare/compat.py about those of KV.
 """
 
 import re
+from functools import wraps
 from typing import Any
 
 
@@ -45,6 +46,29 @@ def is_named_by_request(feature: Any) -> bool:
     Another engine, and this one after a restart, gives the same number to other items.
     """
     return re.search(rf"-{re.escape(feature.modality)}-[0-9]+$", feature.identifier) is not None
+
+
+_encoder_resets: list[None] = []
+
+
+def num_encoder_resets() -> int:
+    """Return how often vLLM has reset its encoder cache in this process, since the first call.
+
+    No hook tells a connector, and it gets no reference to the cache's manager.
+    """
+    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+
+    reset = EncoderCacheManager.reset
+    if not hasattr(reset, "is_counted"):
+
+        @wraps(reset)
+        def counted(self: Any) -> None:
+            _encoder_resets.append(None)
+            reset(self)
+
+        counted.is_counted = True  # type: ignore[attr-defined]
+        EncoderCacheManager.reset = counted  # type: ignore[method-assign]
+    return len(_encoder_resets)
 
 
 def option(config: Any, name: str) -> Any:

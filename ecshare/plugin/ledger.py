@@ -2,9 +2,9 @@
 """Passes a worker's counts to the scheduler half of its engine through a small file.
 
 vLLM's V1 runner drops the workers' reports of an engine that only encodes, so its metrics would not
-say whether its embeddings were stored. Each worker therefore also writes its sums to a file in the
+show whether its embeddings were stored. Each worker therefore also writes its sums to a file in the
 host cache's folder, which is private to the user, and the scheduler half reads them. The numbers
-are sums since the worker started, so a count that also comes in a report counts once.
+are sums since the worker started, so a count that also arrives in a report counts once.
 """
 
 import contextlib
@@ -78,7 +78,7 @@ def open_ledger(vllm_config: Any, host: HostCache) -> Ledger:
 
 
 def grown(before: Totals, now: Totals) -> dict[str, float]:
-    """Return by how much each sum of `now` exceeds that of `before`, added over ranks.
+    """Return how much each sum of `now` exceeds that of `before`, added over ranks.
 
     `before` is updated. A smaller sum is an old one that arrived late, and adds nothing.
     """

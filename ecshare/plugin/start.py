@@ -15,28 +15,32 @@ from ecshare.transfer.packing import Packing
 from ecshare.transfer.upkeep.renewal import Record
 
 
-def start_with_namespace(
+def start_with_namespace(  # noqa: PLR0913 — one parameter for each property of the half
     config: StoreConfig,
     path: str,
     namespace_of: Callable[[str], Namespace],
     *,
     write: bool,
+    live: bool = True,
     mark_of: Callable[[Namespace], Key | None] = lambda _: None,
 ) -> tuple[TransferEngine, Namespace]:
     """Return an engine whose store has answered, and the namespace of its objects.
 
-    `path`: where the user wrote `config`. `namespace_of` takes the fingerprint of the integrity
-    key. `write`: this engine stores objects, so it also writes its manifest and the mark; see
-    `TransferEngine.start_up`. The caller closes the engine.
+    `path`: where the user wrote `config`. `namespace_of` takes the name of the integrity key; the
+    tenant is added to its facts. `write`: this engine stores objects, so it also writes its
+    manifest and the mark; see `TransferEngine.start_up`. `live`: follow the epochs of the model.
+    The caller closes the engine.
 
     Raises:
         ConfigError: an option is wrong, or the store cannot be used; names the option and the fix.
     """
     with _opened(config, path) as engine:
         namespace = namespace_of(engine.integrity)
+        if config.tenant:
+            namespace = Namespace.of(namespace.kind, {**namespace.facts, "tenant": config.tenant})
         mark = mark_of(namespace)
         record = Record(namespace.kind, namespace.digest, namespace.facts, mark)
-        engine.start_up(record, write=write)
+        engine.start_up(record, write=write, live=live)
     return engine, namespace
 
 

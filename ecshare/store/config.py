@@ -67,8 +67,8 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     all of these users: `install -d -m 2770 -g GROUP /folder`."""
 
     epoch: Annotated[str, Meta(max_length=128)] = ""
-    """Any text. Only engines with the same text share objects. Change it when the weights were
-    updated in place."""
+    """Any text. Only engines with the same text share objects. For weights that change while
+    engines run there is [`ecshare epoch`](upkeep.md#when-a-model-changes)."""
 
     wait_s: Annotated[float, Meta(gt=0, le=3600)] = 5.0
     """Seconds that a request may wait for a look-up, or for an announced object."""
@@ -99,6 +99,19 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """A secret of all engines. Each object then carries a MAC made with it, and objects without the
     right MAC count as missing. Write `env:NAME` or `file:/path`; the key itself is possible, but
     visible to others. It must be at least 32 random bytes: `openssl rand -hex 32`."""
+
+    accepted_integrity_key: str = ""
+    """A second key, with which no MAC is made: objects that carry its MAC are valid too. For the
+    time in which a key is [changed](security.md#changing-the-key)."""
+
+    integrity_name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{0,64}\Z")] = ""
+    """What stands for the key in the namespace, so that the objects stay when the key is
+    [changed](security.md#changing-the-key). Only engines with the same name share objects. Default:
+    the key's fingerprint."""
+
+    tenant: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{0,64}\Z")] = ""
+    """Whose engine this is. Only engines of the same [tenant](upkeep.md#tenants) share objects, and
+    a budget of theirs is for the objects of this tenant alone."""
 
     @property
     def folder(self) -> str:
@@ -136,9 +149,8 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def for_log(self) -> dict[str, Any]:
         """Return all options as plain values, secrets masked."""
         shown = {name: getattr(self, name) for name in self.__struct_fields__}
-        key = masked({"integrity_key": self.integrity_key})
         options = {"storage_options": masked(self.storage_options)}
-        return {**shown, **key, **options, "url": masked_url(self.url)}
+        return {**shown, **masked(self._keys), **options, "url": masked_url(self.url)}
 
     def secrets(self) -> set[str]:
         """Return the texts that no message about the store may contain."""
@@ -146,7 +158,12 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     def warnings(self, path: str) -> list[str]:
         """Return a sentence, with the fix, for each secret that others can read; see `parse`."""
-        return warnings(self.url, self.storage_options, self.integrity_key, path)
+        return warnings(self.url, self.storage_options, self._keys, path)
+
+    @property
+    def _keys(self) -> dict[str, str]:
+        names = ("integrity_key", "accepted_integrity_key")
+        return {name: getattr(self, name) for name in names}
 
 
 class ConnectorConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -166,6 +183,11 @@ class ConnectorConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fie
     ttl_hours: Annotated[float, Meta(gt=0)] | None = None
     """Embeddings, or KV, that no engine has used for so many hours are removed from the store, as
     with `max_bytes`."""
+
+    preload_bytes: Annotated[int, Meta(ge=0)] = 0
+    """The most bytes that an engine brings into the host cache after it has started, of what was
+    used last, in the background, for ten minutes at most. 0: none. It does so while it has nothing
+    else to load: see [warm.md](warm.md#a-hosts-cache)."""
 
 
 def parse(cls: type[T], raw: Mapping[str, Any], path: str) -> T:

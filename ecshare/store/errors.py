@@ -8,6 +8,7 @@
           ├── ObjectMissing     (FileNotFoundError)  no object under this key
           │    └── ObjectGivenUp                 and its announcer will not store it
           ├── ObjectCorrupt     (ValueError)         its bytes are not a valid object
+          │    ├── ObjectForeign                 they are, but its MAC is not of our keys
           │    └── ObjectUnreadable              this one cannot be read, or is not an object
           └── StoreUnavailable  (OSError)            no response from the store, or an invalid one
                ├── StoreDenied  (PermissionError)    it refused the operation
@@ -39,6 +40,10 @@ class ObjectGivenUp(ObjectMissing):
 
 class ObjectCorrupt(StoreError, ValueError):
     """The bytes under this key are not a valid object, or are another object."""
+
+
+class ObjectForeign(ObjectCorrupt):
+    """The object is intact, but has no MAC of our keys: another writer made it, or an old key."""
 
 
 class ObjectUnreadable(ObjectCorrupt):

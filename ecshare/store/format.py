@@ -21,7 +21,7 @@ import xxhash
 from msgspec import Struct
 
 from ecshare import __version__
-from ecshare.store.errors import ObjectCorrupt
+from ecshare.store.errors import ObjectCorrupt, ObjectForeign
 from ecshare.store.integrity import Integrity
 from ecshare.store.keys import FORMAT_VERSION, JSON
 
@@ -212,6 +212,7 @@ def unseal(
     have changed since. `streamed` was fed these bytes: its results are not computed again.
 
     Raises:
+        ObjectForeign: it is intact, but has no right MAC.
         ObjectCorrupt: it is malformed or damaged, or an intact object of another key.
     """
     raw = body.cast("B") if body.format != "B" or body.ndim != 1 else body
@@ -242,7 +243,7 @@ def _authenticate(
 ) -> None:
     if not integrity.accepts(metadata.mac, _signed_fields(spec, metadata), payload):
         wrong = "the MAC is not made with our integrity_key" if metadata.mac else "it has no MAC"
-        raise ObjectCorrupt(f"corrupt object: {wrong}")
+        raise ObjectForeign(f"corrupt object: {wrong}")
 
 
 def _check_key(header: _Header, key: str) -> None:

@@ -6,9 +6,11 @@ neither the MACs nor the fingerprint reveal it, and neither helps to make the ot
 """
 
 import hmac
+from copy import copy
 
 from blake3 import blake3
 
+from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError
 from ecshare.store.secrets import is_reference, referenced
 
@@ -24,36 +26,61 @@ TOKEN_HEADER = "x-ecshare-router"
 
 
 class Integrity:
-    """Makes and checks MACs with one key. Any thread."""
+    """Makes MACs with one key, and accepts those of another one, too. Any thread."""
 
-    def __init__(self, secret: bytes) -> None:
-        self._key = blake3(secret, derive_key_context=_MAC_CONTEXT).digest()
-        self.fingerprint = blake3(secret, derive_key_context=_FINGERPRINT_CONTEXT).hexdigest()[:16]
-        """16 hex digits that distinguish keys. They are public: they confirm a right guess, but 32
-        random bytes cannot be guessed."""
+    def __init__(self, secret: bytes, accepted: bytes = b"", name: str = "") -> None:
+        """`accepted`: the second key, if there is one. `name`: see `StoreConfig.integrity_name`."""
+        keys = [secret, accepted] if accepted else [secret]
+        self.accepts_two = len(keys) > 1
+        """True while a key is changed."""
+        self._keys = [blake3(key, derive_key_context=_MAC_CONTEXT).digest() for key in keys]
+        self.name = name or blake3(secret, derive_key_context=_FINGERPRINT_CONTEXT).hexdigest()[:16]
+        """The fact of a namespace that distinguishes keys. By default 16 hex digits of the key's
+        fingerprint. They are public: they confirm a right guess, but 32 random bytes cannot be
+        guessed."""
 
     def mac(self, signed: bytes, payload: memoryview) -> str:
         """Return the MAC of an object: of its authenticated header fields and its payload."""
-        digest = blake3(signed, key=self._key)
-        digest.update(payload)
-        return _PREFIX + digest.hexdigest()
+        return _mac(self._keys[0], signed, payload)
+
+    def of_one_key(self) -> "Integrity":
+        """Return one that accepts only the MACs that this one makes."""
+        one = copy(self)
+        one.accepts_two, one._keys = False, self._keys[:1]
+        return one
 
     def accepts(self, mac: str, signed: bytes, payload: memoryview) -> bool:
-        """Return whether `mac` is what `mac()` returns for this object. Takes constant time."""
-        return hmac.compare_digest(
-            mac.encode("utf-8", "surrogatepass"), self.mac(signed, payload).encode()
+        """Return whether `mac` was made for this object with one of the keys. The time that it
+        takes depends on nothing but which key."""
+        given = mac.encode("utf-8", "surrogatepass")
+        return any(
+            hmac.compare_digest(given, _mac(key, signed, payload).encode()) for key in self._keys
         )
 
 
-def open_integrity(text: str, path: str) -> Integrity | None:
-    """Read the option `integrity_key`: "env:NAME", "file:/path", or the key itself; "": none.
+def _mac(key: bytes, signed: bytes, payload: memoryview) -> str:
+    digest = blake3(signed, key=key)
+    digest.update(payload)
+    return _PREFIX + digest.hexdigest()
+
+
+def open_integrity(config: StoreConfig, path: str) -> Integrity | None:
+    """Read the keys of `config`: "env:NAME", "file:/path", or the key itself. None: it has none.
 
     `path`: where the user wrote the options.
 
     Raises:
-        ConfigError: see `read_key`.
+        ConfigError: see `read_key`; or a key is missing.
     """
-    return Integrity(read_key(text, f"{path}.integrity_key")) if text else None
+    if config.integrity_key:
+        key = read_key(config.integrity_key, f"{path}.integrity_key")
+        second = config.accepted_integrity_key
+        accepted = read_key(second, f"{path}.accepted_integrity_key") if second else b""
+        return Integrity(key, accepted, config.integrity_name)
+    for name in ("accepted_integrity_key", "integrity_name"):
+        if getattr(config, name):
+            raise ConfigError(f"{path}.{name}: it needs an integrity_key, which is missing")
+    return None
 
 
 def read_key(text: str, option: str, *, in_public: bool = False, is_sent: bool = False) -> bytes:

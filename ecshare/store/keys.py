@@ -5,6 +5,7 @@
     <kind>/<format version>/<namespace>/<first 2 hex>/<sha256 hex>.gap        it will not be stored
     <kind>/<format version>/manifests/<namespace>                            the namespace's facts
     <kind>/<format version>/sizes/<namespace>/<n>                            chunks have n shards
+    epochs/1/<digest of the model's name and of the integrity key's>          see epochs.py
     upkeep/1/...                                                            see the end of this file
 
 Every string that a client can choose is hashed before it becomes part of a key.
@@ -113,7 +114,16 @@ def tp_size_key(kind: Kind, namespace: str, size: int) -> Key:
     Raises:
         ValueError: it is not a namespace.
     """
-    return Key(f"{Kind(kind)}/{FORMAT_VERSION}/sizes/{_checked(namespace)}/{size}")
+    return Key(f"{marks_prefix(kind, namespace)}{size}")
+
+
+def marks_prefix(kind: Kind, namespace: str) -> str:
+    """Return the common prefix of the keys that `tp_size_key` makes.
+
+    Raises:
+        ValueError: it is not a namespace.
+    """
+    return f"{kind_prefix(kind)}sizes/{_checked(namespace)}/"
 
 
 def kind_prefix(kind: Kind) -> str:
@@ -136,6 +146,13 @@ def namespace_prefix(kind: Kind, namespace: str) -> str:
         ValueError: it is not a namespace.
     """
     return f"{_space(kind, namespace)}/"
+
+
+def epoch_key(model: str, integrity: str) -> Key:
+    """Return the key of the epoch of a model, for engines whose integrity key has that name, or
+    ""."""
+    named = f"{integrity}\n{model}".encode("utf-8", "surrogatepass")
+    return Key(f"epochs/1/{hashlib.sha256(named).hexdigest()[:32]}")
 
 
 def is_namespace(text: str) -> bool:
@@ -222,9 +239,11 @@ def new_clock_key() -> Key:
     return Key(CLOCK_PREFIX + secrets.token_hex(16))
 
 
-def lease_key(kind: Kind, slot: int) -> Key:
-    """Return the key whose creator cleans the objects of `kind` in that slot of time."""
-    return Key(f"{LEASES_PREFIX}{Kind(kind)}-{slot}")
+def lease_key(kind: Kind, slot: int, tenant: str = "") -> Key:
+    """Return the key whose creator cleans the objects of `kind` in that slot of time, by the budget
+    of `tenant`."""
+    whose = f"-{hashlib.sha256(tenant.encode()).hexdigest()[:16]}" if tenant else ""
+    return Key(f"{LEASES_PREFIX}{Kind(kind)}-{slot}{whose}")
 
 
 def use_id(namespace: str, digest: str) -> int:

@@ -19,7 +19,7 @@ from ecshare.store.keys import (
     manifests_prefix,
     namespace_digest,
 )
-from ecshare.store.objects import ObjectInfo, ObjectStore, read
+from ecshare.store.objects import Buffer, ObjectInfo, ObjectStore, read
 
 MAX_BYTES = 1 << 16
 # Any writer to the store may add manifests of any number and content.
@@ -100,6 +100,15 @@ async def read_manifest(store: ObjectStore, kind: Kind, namespace: str) -> dict[
         body = await read(store, manifest_key(kind, namespace), MAX_BYTES)
     except ObjectMissing:
         return None
+    return parse_manifest(body, namespace)
+
+
+def parse_manifest(body: Buffer, namespace: str) -> dict[str, JSON]:
+    """Return the facts of `namespace` that `body` contains.
+
+    Raises:
+        ObjectCorrupt: see `read_manifest`.
+    """
     try:
         facts = json.loads(bytes(body))
         if isinstance(facts, dict) and _is_modest(facts) and namespace_digest(facts) == namespace:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of a store, and sinks to read into."""
 
+import hashlib
 import re
 import secrets
 from collections.abc import AsyncIterator, Sequence
@@ -157,8 +158,8 @@ class ObjectStore(Protocol):
         """Write `body` under `key`. Return False if the store knows that it existed before.
 
         `replace`: write it in any case, so that its age restarts. Readers see the old object or the
-        new one. Use it for small objects that always have the same bytes, and to replace a damaged
-        object.
+        new one. Use it for small objects, such as those that always have the same bytes, and to
+        replace a damaged object.
 
         `body` is read until this returns, and must not change before; nor after, if this raises.
 
@@ -206,10 +207,34 @@ async def read(store: ObjectStore, key: Key, limit_bytes: int) -> memoryview:
     return sink.body
 
 
+async def stored_at(store: ObjectStore, prefix: str, key: Key) -> float:
+    """Return when `key` was stored by the store's clock, in seconds since 1970; 0: it is not there.
+
+    A listing tells the time at every store. `prefix`: of few keys, and of `key`.
+
+    Raises:
+        StoreError: the store failed.
+    """
+    async with aclosing(store.list(prefix)) as found:  # type: ignore[type-var]
+        async for info in found:
+            if info.key == key:
+                return info.modified_s
+    return 0.0
+
+
 def md5_of_etag(etag: object) -> str:
     """Return the MD5 in an ETag of S3; "" if the ETag is not an MD5, as after multipart uploads."""
     text = etag.strip('"').lower() if isinstance(etag, str) else ""
     return text if _MD5.fullmatch(text) else ""
+
+
+def proof_missing(stated: ObjectStat, body: memoryview) -> str | None:
+    """Return why `body` may differ from the stored bytes; None: its MD5 is the stored object's."""
+    if not stated.md5:
+        return "the store states no MD5 of it, so the damage may have happened on the way"
+    if hashlib.md5(body, usedforsecurity=False).hexdigest() != stated.md5:
+        return "its MD5 is not the one that the store states: it was damaged on the way"
+    return None
 
 
 async def probe(store: ObjectStore, *, write: bool) -> None:

@@ -210,10 +210,11 @@ def secret_values(options: Mapping[str, Any]) -> set[str]:
     }
 
 
-def warnings(url: str, options: Mapping[str, Any], integrity_key: str, path: str) -> list[str]:
+def warnings(url: str, options: Mapping[str, Any], keys: Mapping[str, str], path: str) -> list[str]:
     """Return a sentence, with the fix, for each secret in the configuration itself.
 
-    `path`: where the user wrote the options. No sentence contains a secret.
+    `keys`: options that are secrets. `path`: where the user wrote the options. No sentence contains
+    a secret.
     """
     found = []
     if _PASSWORD.search(url):
@@ -221,7 +222,7 @@ def warnings(url: str, options: Mapping[str, Any], integrity_key: str, path: str
             f"{path}.url: {_EXPOSED}; leave it out there and give it as {path}.storage_options."
             "password, written as env:NAME or file:/path"
         )
-    exposed = ["integrity_key"] * bool(integrity_key and not is_reference(integrity_key))
+    exposed = [name for name, key in keys.items() if key and not is_reference(key)]
     for names, value in _leaves(options, ()):
         if not isinstance(value, Secret) and _is_literal(names, value):
             exposed.append(".".join(("storage_options", *names)))

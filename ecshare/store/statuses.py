@@ -10,7 +10,8 @@
 | 404                                  | PUT, listing      | there is no place for objects        |
 | 408, 425, 429, 5xx                   | any               | the store is busy: this may pass     |
 
-401 and 403 are denials. Every other status says that the request, or the server, is wrong.
+401 and 403 are denials, except if a quota is used up: that may pass. Every other status says that
+the request, or the server, is wrong.
 
 Client libraries map a status to one exception class for all requests: a 409 in answer to a GET
 becomes "already exists". So this module decides by the status itself. Pure.
@@ -40,6 +41,11 @@ def says_exists(status: int | None, code: str) -> bool:
     also mean a conflict with another request, so it proves nothing.
     """
     return (status, code) in _EXISTS
+
+
+def is_full(code: str) -> bool:
+    """Return whether this code of an error, with any status, says that a quota is used up."""
+    return "quota" in code.lower()
 
 
 def may_pass(status: int | None) -> bool:

@@ -60,6 +60,7 @@ from ecshare.transfer.packing import Packing
 from ecshare.transfer.pools import Pools
 from ecshare.transfer.save import Saver
 from ecshare.transfer.stats import Stats
+from ecshare.transfer.upkeep.epochs import Epochs
 from ecshare.transfer.upkeep.renewal import Record
 from ecshare.transfer.upkeep.start_up import StartUp
 from ecshare.upkeep.record import UseRecord
@@ -68,6 +69,8 @@ logger = logging.getLogger(__name__)
 
 # vLLM ends a worker that has not closed after 5 s.
 _CLOSE_S = 4.0
+# Of it, for a note of what was used last.
+_NOTE_S = 2.0
 _closing = ClosingTime()
 # The longest that a new request waits behind an engine that has nothing to compute.
 _IDLE_WAIT_S = 0.003
@@ -110,9 +113,9 @@ class TransferEngine:
         """
         store = store or open_store(config, path)
         self.host = open_host_cache(config)
-        integrity = open_integrity(config.integrity_key, path)
-        self.integrity = integrity.fingerprint if integrity else ""
-        """The fingerprint of the key that authenticates objects; "" without a key."""
+        integrity = open_integrity(config, path)
+        self.integrity = integrity.name if integrity else ""
+        """The name of the key that authenticates objects; "" without a key."""
         self.in_flight = 0
         self.stats = Stats()
         self.uses = UseRecord()
@@ -146,16 +149,33 @@ class TransferEngine:
         """
         return self._start.probe(write=write)
 
-    def start_up(self, record: Record, *, write: bool) -> None:
+    def start_up(self, record: Record, *, write: bool, live: bool = False) -> None:
         """Do what `probe` does, and log how the facts of `record` differ from those of others.
 
-        A writer also stores the record, and writes it again every few hours.
+        A writer also stores the record, and writes it again every few hours. `live`: follow the
+        epochs of the model from now on, see `epochs`.
 
         Raises:
             ConfigError: as `probe`.
         """
-        self._start.begin(record, write=write)
+        self._start.begin(record, write=write, live=live)
         self._start.note(self.uses, record.kind, record.namespace)
+        self._start.fill(self.host, record, lambda: self.in_flight > 0)
+
+    @property
+    def epochs(self) -> Epochs:
+        """Return what says whether this engine may share now. It belongs to the submitting
+        thread."""
+        return self._start.epochs
+
+    def move(self, record: Record, *, write: bool) -> None:
+        """Use the namespace of `record` in the store from now on. Never blocks, never raises.
+
+        A writer stores the record and renews it, instead of the one before. Jobs name keys, so
+        those under way end as they were begun.
+        """
+        if not self._is_closed:
+            self._start.move(self.uses, record, write=write)
 
     @property
     def open_breakers(self) -> frozenset[str]:
@@ -276,10 +296,12 @@ class TransferEngine:
         Engines of this process that are closed one right after the other share that time. Jobs that
         have not ended are dropped. An object in the store is always whole.
         """
-        if self._is_closed:
+        if self._is_closed or not self._io.is_ours:
             return
         with _closing.until(timeout_s) as deadline_s:
             self._wait_for_jobs(deadline_s)
+            if not self.open_breakers:  # else it would wait in vain
+                self._start.note_last(min(_NOTE_S, deadline_s - time.monotonic()))
             self._stop(timeout_s)
 
     def stop(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ecshare.store.errors import (
     ObjectCorrupt,
+    ObjectForeign,
     ObjectGivenUp,
     ObjectMissing,
     ObjectUnreadable,
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 # Whether a download shows that the store's data arrives undamaged.
 _SOUNDNESS: Verdicts = (
     (ObjectUnreadable, Verdict.UNKNOWN),
+    (ObjectForeign, Verdict.WORKS),  # its checksum is right
     (ObjectCorrupt, Verdict.FAILED),
 )
 
@@ -325,7 +327,7 @@ class Fetcher:
         """Download the object; once more if it is damaged, which may be an accident."""
         try:
             return await self._download(job, started_s, deadline_s)
-        except ObjectUnreadable:
+        except (ObjectUnreadable, ObjectForeign):
             raise
         except ObjectCorrupt:
             return await self._download(job, started_s, deadline_s)

@@ -15,11 +15,11 @@ was not loaded from the store, or the last router asked any other engine than de
 """
 
 import argparse
-import asyncio
 import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,9 +28,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ecshare.store.config import StoreConfig
-from ecshare.store.keys import Kind, is_object_key
-from ecshare.store.open import open_store
 from lab import model_cache
 from lab.servers import openai_client as client
 from lab.servers.openai_client import Answer
@@ -210,18 +207,11 @@ def row(result: Result, reference: Answer) -> tuple[str, ...]:
     )
 
 
-async def stored(options: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """Return the objects and bytes in the store, by kind."""
-    store = open_store(StoreConfig(**options), "demo")
-    try:
-        found = {}
-        for kind in Kind:
-            listing = store.list(f"{kind}/")
-            sizes = [each.num_bytes async for each in listing if is_object_key(each.key)]
-            found[kind.name] = len(sizes), sum(sizes)
-        return found
-    finally:
-        await store.close()
+def show_store(options: dict[str, Any]) -> None:
+    """Print what is in the store, as a user would ask."""
+    print("\nIn the store (ecshare du --by namespace):", flush=True)
+    command = [sys.executable, "-m", "ecshare", "du", json.dumps(options), "--by", "namespace"]
+    subprocess.run(command, check=False)
 
 
 def run(model: str, options: dict[str, Any]) -> int:
@@ -257,9 +247,7 @@ def run(model: str, options: dict[str, Any]) -> int:
                 client.ask(router.base_url, body)
             results += ask_all({**cluster, "router": router}, QUESTIONS, "known")
     show(results, reference)
-    print("\nIn the store:")
-    for kind, (num_objects, num_bytes) in asyncio.run(stored(options)).items():
-        print(f"  {kind}: {num_objects} objects, {num_bytes / 1e6:.2f} MB")
+    show_store(options)
     faults = [
         f"{result.question}, {result.round}: {fault}"
         for result in results

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers of a model are stored together, and which of their tokens a reader needs.
+"""Decides which layers of a model are stored together, and which of their tokens a reader needs.
 
 vLLM puts layers that keep the same tokens into a *cache group* with a block table of its own. A
 *layer set* is one or more such groups: layers whose blocks have one shape and that look back
@@ -12,8 +12,8 @@ For such layers a chunk holds only the blocks that a prefix which ends in it, or
 The layers of one cache group may have several shapes: a draft model's beside the target's, or the
 indexer of sparse attention beside its latent vectors. Each shape is a layer set of its own, in the
 same blocks. vLLM gives the scheduler process the spec of a group's first layer only, but the sizes
-of all layers' blocks. So layer sets are made of these alone, and are equal in both halves. Of a
-shape that the scheduler half does not know, a rank's part is never divided.
+of all layers' blocks. So layer sets are made of these alone, and are equal in both halves. Where
+the scheduler half does not know a shape, a rank's part is never divided.
 
 The states of recurrent layers are stored apart from chunks: see `state_of` in prefix.py.
 """
@@ -290,13 +290,13 @@ def _shapes_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig")
     sizes = _block_sizes(kv_cache_config)
     for group in kv_cache_config.kv_cache_groups:
         layers = list(_layers(group))
-        likenesses = {(sizes.get(name), _likeness(spec)) for name, spec in layers}
-        if len(likenesses) > len({size for size, _ in likenesses}):
+        keys = {(sizes.get(name), _set_key(spec)) for name, spec in layers}
+        if len(keys) > len({size for size, _ in keys}):
             return (
                 "some layers of one cache group have blocks of another shape than others, which "
                 f"vLLM's scheduler process cannot tell: {_shapes_advice(vllm_config)}"
             )
-        if len(likenesses) > 1 and any(isinstance(spec, MambaSpec) for _, spec in layers):
+        if len(keys) > 1 and any(isinstance(spec, MambaSpec) for _, spec in layers):
             return (
                 "recurrent layers of one cache group have states of another shape than others: "
                 f"{_LEAVE_OUT}"
@@ -315,7 +315,7 @@ def _shapes_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig")
 
 def _shapes_advice(vllm_config: "VllmConfig") -> str:
     """Return what to do about layers that the scheduler process cannot tell apart."""
-    if not has_packed_layouts():  # older releases do not tell it the layers' sizes
+    if not has_packed_layouts():  # older releases do not pass it the sizes of blocks
         return "use vLLM 0.32 or later"
     if _draft(vllm_config) is not None:
         return "leave the draft model out (--speculative-config)"
@@ -327,9 +327,8 @@ def _spec_refusal(spec: KVCacheSpec, cache: Any) -> str | None:
         return state_refusal(spec, cache.block_size)
     if type(spec) not in _SPECS or not isinstance(spec, AttentionSpec):
         return f"a KV cache of type {type(spec).__name__} is not supported: {_LEAVE_OUT}"
-    why_not = scales_refusal(spec, cache.cache_dtype)
-    if why_not is not None:
-        return why_not
+    if (reason := scales_refusal(spec, cache.cache_dtype)) is not None:
+        return reason
     if spec.tokens_per_state != 1:
         return f"the model keeps several tokens in one cell of its KV cache: {_LEAVE_OUT}"
     if option(spec, "num_head_slots") is not None and not keeps_scales(cache.cache_dtype):
@@ -422,7 +421,7 @@ def layer_sets(
         for name, spec in of_group:
             first_name, first = of_group[0]
             is_first = sizes.get(name) == sizes.get(first_name)
-            kind = (*_likeness(first), 0 if is_first else sizes.get(name, 0))
+            kind = (*_set_key(first), 0 if is_first else sizes.get(name, 0))
             members.setdefault(kind, []).append((name, group_id))
             specs.setdefault(kind, (first, spec))
     latent = sum(isinstance(spec, MLAAttentionSpec) for _, spec in specs.values())
@@ -436,7 +435,7 @@ def layer_sets(
             continue
         made = _attention_set(len(sets), layers, spec, tp_size, model_heads)
         if page_bytes := kind[-1]:
-            # Both halves must come to the same number, and only one knows `spec`.
+            # Both halves must compute the same number, and only the worker half knows `spec`.
             is_replicated = isinstance(first, MLAAttentionSpec) and not has_own_draft
             total_heads = 1 if is_replicated else tp_size
             made = replace(made, page_bytes=page_bytes, total_heads=total_heads)
@@ -448,7 +447,7 @@ def layer_sets(
 
 
 def _block_sizes(kv_cache_config: "KVCacheConfig") -> dict[str, int]:
-    """Return the bytes of a block of each layer, as far as vLLM tells the scheduler process."""
+    """Return the bytes of a block of each layer, as far as vLLM passes them to both halves."""
     sizes = {}
     for tensor in kv_cache_config.kv_cache_tensors:
         strides = option(tensor, "layer_stride"), option(tensor, "block_stride")
@@ -458,7 +457,7 @@ def _block_sizes(kv_cache_config: "KVCacheConfig") -> dict[str, int]:
 
 
 def _first_specs(kv_cache_config: "KVCacheConfig") -> Iterator[KVCacheSpec]:
-    """Yield the spec of the first layer of each cache group: what the scheduler process knows."""
+    """Yield the spec of the first layer of each cache group, which both halves know."""
     for group in kv_cache_config.kv_cache_groups:
         yield next(spec for _, spec in _layers(group))
 
@@ -522,7 +521,7 @@ def cache_dtypes(kv_cache_config: "KVCacheConfig") -> set[Any]:
     return {spec.dtype for spec in specs if isinstance(spec, AttentionSpec)}
 
 
-def _likeness(spec: KVCacheSpec) -> tuple[Any, ...]:
+def _set_key(spec: KVCacheSpec) -> tuple[Any, ...]:
     """Return a value that is equal for two layers exactly if they belong to one layer set."""
     if isinstance(spec, MambaSpec):  # after all attention layers
         return (True, bool(option(spec, "tp_replicated")), state_facts(spec))
@@ -568,16 +567,20 @@ def own_tp_size(sets: Sequence[LayerSet], tp_size: int) -> int:
 
 
 def readable_tp_sizes(sets: Sequence[LayerSet], tp_size: int) -> tuple[int, ...]:
-    """Return the tensor-parallel sizes in which chunks can be stored that an engine of `tp_size`
-    can read: any, but the parts of a state, opaque blocks, and those of layers of which not all is
-    known, are not divided between ranks in another way."""
+    """Return the tensor-parallel sizes of writers whose chunks an engine of `tp_size` can read.
+
+    If its parts are bound to their rank (`is_bound`), that is only its own size.
+    """
     if is_bound(sets):
         return (tp_size,)
     return stored_tp_sizes([each.total_heads for each in sets])
 
 
 def is_bound(sets: Sequence[LayerSet]) -> bool:
-    """Return whether a rank's parts are of use to the same rank of an equally large engine only."""
+    """Return whether only the same rank of an engine of equal size can read a rank's objects.
+
+    So it is with states, and with heads in blocks that are opaque or of an unknown shape.
+    """
     has_heads = any(each.total_heads > 1 for each in sets)
     is_whole = any(each.page_bytes or each.is_opaque for each in sets)
     return has_states(sets) or (has_heads and is_whole)

@@ -46,6 +46,10 @@ class RecentKeys(Generic[K]):
         if self._on_lost is not None:
             self._on_lost(keys)
 
+    def clear(self) -> None:
+        """Do `lost` for all keys."""
+        self.lost([*self._seen_s])
+
     def discard(self, key: K) -> None:
         """Remove the key, because the store may lack the object."""
         self._seen_s.pop(key, None)

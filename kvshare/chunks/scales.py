@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which KV dtypes of vLLM have scales of their own, and whether the blocks hold them.
+"""Decides for KV dtypes of vLLM that have scales of their own whether blocks hold the scales.
 
 The kernels of these dtypes compute a scale for each token and head, or for a few numbers. vLLM's
 attention backends pack the scales into the blocks, beside or behind the numbers
-(`AttentionSpec.state_content_bytes`), so that a block is complete. But where they lie depends on
-the kernel: on the device, and even on installed packages, for blocks of one shape. So such blocks
-are opaque bytes.
+(`AttentionSpec.state_content_bytes`), so that a block is complete. But their position depends on
+the kernel: blocks of one shape differ between devices, and even with the installed packages. So
+such blocks are opaque bytes.
 """
 
 from typing import get_args
@@ -13,10 +13,10 @@ from typing import get_args
 from vllm.config.cache import CacheDType
 from vllm.v1.kv_cache_interface import AttentionSpec, get_kv_quant_mode
 
-# Names of vLLM's `KVQuantMode`, because older releases lack some. The scales of these are in the
-# checkpoint.
+# Names of vLLM's `KVQuantMode`, because older releases lack some. These have no scales, or have
+# them in the checkpoint.
 _WITHOUT_SCALES = ("NONE", "FP8_PER_TENSOR")
-# All that the backends of vLLM 0.30 to 0.33 pack.
+# Those whose scales the backends of vLLM 0.30 to 0.33 pack into the blocks.
 _IN_BLOCKS = (
     "INT8_PER_TOKEN_HEAD",
     "FP8_PER_TOKEN_HEAD",
@@ -41,10 +41,10 @@ def keeps_scales(cache_dtype: str) -> bool:
 
 
 def scales_refusal(spec: AttentionSpec, cache_dtype: str) -> str | None:
-    """Return why blocks of layers with `spec` may not hold all that is needed to read them; None if
-    they do. `cache_dtype`: that of the engine."""
+    """Return why blocks of layers with `spec` may lack scales that a reader needs; None if they
+    have all. `cache_dtype`: that of the engine."""
     if cache_dtype not in get_args(CacheDType):
-        # Its mode says nothing: 0.33 gives CUSTOM the number of another mode.
+        # Its mode has no meaning: 0.33 gives CUSTOM the number of another mode.
         return (
             f"the KV cache dtype {cache_dtype} is a plugin's, and where it keeps its scales is "
             f"unknown: {_REMEDY}"

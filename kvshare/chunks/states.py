@@ -34,7 +34,10 @@ def state_refusal(spec: MambaSpec, block_tokens: int) -> str | None:
     if not hands_over_states():
         return "this release of vLLM does not hand over states of recurrent layers: use 0.32"
     if spec.num_speculative_blocks:
-        return "speculative decoding with recurrent layers is not supported: leave it out"
+        return (
+            "speculative decoding with recurrent layers is not supported: leave "
+            "--speculative-config out"
+        )
     if spec.block_size != block_tokens:
         return (
             f"recurrent layers have blocks of {spec.block_size} tokens and others of "

@@ -94,14 +94,16 @@ class _Buffer:
         config = parse(KVConfig, options, path)
         self.counters: Counter[str] = Counter()
         """Event counts since the start, by name. Any thread may read them."""
-        self._integrity = open_integrity(config.integrity_key, path)
-        self._facts = {
+        self._integrity = open_integrity(config, path)
+        self._facts: dict[str, Any] = {
             "buffer": self._kind,
             "name": name,
             "format": self._format,
             "epoch": config.epoch,
-            "integrity": self._integrity.fingerprint if self._integrity else "",
+            "integrity": self._integrity.name if self._integrity else "",
         }
+        if config.tenant:
+            self._facts["tenant"] = config.tenant
         self._namespace = namespace_digest(self._facts)
         self._store: ObjectStore = open_store(config, path)
         self._client = BlockingClient(self._store, config.call_timeout_s)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvshare.chunks.layers import LayerSet
-from kvshare.compat import cached_blocks
+from kvshare.compat import cached_blocks, prefix_index
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -34,10 +34,24 @@ class CachedBlocks:
         self._block_tokens = block_tokens
         self._is_foreign = is_foreign
         self._manager: KVCacheManager | None = None
+        self._index: object = None
 
     def bind(self, manager: "KVCacheManager") -> None:
         """Use the prefix cache of `manager` from now on."""
-        self._manager = manager
+        self._manager, self._index = manager, prefix_index(manager)
+
+    @property
+    def sees_resets(self) -> bool:
+        """Return whether `take_reset` notices resets."""
+        return self._index is not None
+
+    def take_reset(self) -> bool:
+        """Return whether vLLM has reset its prefix cache since the last call. It has done so only
+        if no request had blocks then."""
+        if self._manager is None or self._index is None:
+            return False
+        before, self._index = self._index, prefix_index(self._manager)
+        return self._index is not before
 
     def state(self, hashes: Sequence[bytes], num_blocks: int) -> Mapping[int, int]:
         """Return the block of each group of recurrent layers that holds the state after the first

@@ -45,6 +45,10 @@ class HandOver:
         self.num_lost = 0
         """The number of chunks that workers have ever reported as lost."""
 
+    def move(self, facts: KVFacts) -> None:
+        """Use the namespace of `facts` from now on."""
+        self._facts = facts
+
     def reported(self, num_lost: int, *, saves_fail: bool) -> None:
         """Record that workers have lost `num_lost` chunks. `saves_fail`: as they report it."""
         self.num_lost += num_lost

@@ -75,6 +75,8 @@ class PrefixLookup:
     """The size of each chunk that is stored in another size than this engine's own."""
     is_weighed: bool = False
     """`found` was cut to what is worth loading."""
+    is_answered: bool = False
+    """vLLM was told the result. If it asks again, it could not admit the request."""
 
     @property
     def start_tokens(self) -> int:
@@ -120,6 +122,12 @@ class Lookups:
         # Requests with the same prompt share one query.
         self._asking: dict[_Query, list[PrefixLookup]] = {}
         self._has_warned = False
+
+    def in_namespace(self, facts: KVFacts) -> "Lookups":
+        """Return the look-ups of the same engine in the namespace of `facts`. What those under way
+        find in the old one is forgotten."""
+        stored, self._stored = self._stored, RecentKeys(self._clock_s)
+        return Lookups(self._config, facts, self._engine, stored, self._clock_s)
 
     def start(
         self, request: Request, grid: Grid, num_computed_tokens: int, fewest_tokens: int = 0

@@ -29,8 +29,8 @@ class Pieces:
         will be computed from `end_tokens` on.
 
         Raises:
-            ValueError: vLLM has given it no block for a state, or does not go on where the state
-                ends.
+            ValueError: vLLM has allocated no block for a state, or does not compute from its end
+                on.
         """
         end_block = min(_end_block(chunk), -(-end_tokens // self.block_tokens))
         for layer_set in self._layer_sets_in(chunk):
@@ -57,8 +57,8 @@ class Pieces:
 
         `step_tokens`: the request was computed up to there before this step. For layers with a
         window, vLLM may have freed the blocks that it does not need from there on. `passed`:
-        returns those blocks of some cache groups, from one number to before another; none if vLLM
-        has used one of them for other tokens.
+        returns such blocks of some cache groups, from one number to before another; none if vLLM
+        has reused one of them for other tokens.
         """
         pieces = []
         for layer_set in self._layer_sets_in(chunk):

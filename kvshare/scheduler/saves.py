@@ -65,8 +65,6 @@ class Progress:
     """The token after which a state of recurrent layers was last stored."""
     wanted_states: set[int] = field(default_factory=set)
     """The tokens after which a state is to be stored, and is not yet."""
-    awaits_sibling: bool = False
-    """When it was last admitted, it had to wait for a load by another connector."""
 
     @property
     def is_foreign(self) -> bool:
@@ -373,6 +371,19 @@ class SavePlan:
     def take_events(self) -> "list[KVCacheEvent]":
         """Return the events about stored and lost blocks since the last call."""
         return self._events.take() if self._events is not None else []
+
+    def forget(self, requests: Iterable[Progress]) -> None:
+        """Save nothing more of these requests."""
+        for progress in requests:
+            self._stop(progress)
+            progress.wanted_states.clear()
+            self._waiting.pop(progress, None)
+        self._whole.clear()
+        self.forget_leaving()
+
+    def forget_stored(self) -> None:
+        """Regard nothing as stored any more."""
+        self._stored.clear()
 
     def forget_leaving(self) -> None:
         """Cancel these orders, because the blocks have other contents now."""

@@ -21,6 +21,7 @@ from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.plugin.start import start_with_namespace
 from ecshare.store.keys import tp_size_key
 from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.upkeep.renewal import Record
 from kvshare.chunks.facts import KVFacts, kv_facts, kv_namespace
 from kvshare.chunks.layers import LayerSet, is_bound, is_shareable
 from kvshare.chunks.prefix import ChunkKey, Grid, covered_tokens, is_mixed
@@ -57,6 +58,8 @@ logger = logging.getLogger(__name__)
 
 # A look-up finds no more of these: a partial chunk, a tail, a state.
 _MOST_ENDS = 3
+# Of the look-up of marks in a new namespace.
+_MARKS_S = 5.0
 
 
 @dataclass(slots=True)
@@ -174,10 +177,13 @@ class KVScheduler:
 
         Called every step while the request waits. O(1), except that the first call copies the list
         of its hashes. The answer is final after `wait_s`, whatever the store does. It is zero if
-        other loads still leave no room for this one by then.
+        other loads, or one that failed, still leave no room for this one by then.
         """
         if not self._facts.loads and not self._facts.saves:
             return 0
+        self._advance()
+        if self._engine.epochs.must_wait and request.request_id not in self._tracked:
+            return None
         tracked = self._track(request)
         tracked.start_tokens = num_computed_tokens
         tracked.names_source = is_prefilled_elsewhere(request)
@@ -188,6 +194,7 @@ class KVScheduler:
             return None
         grid = self._adapters.grid_of(adapter)
         may_load = self._facts.loads and not request.skip_reading_prefix_cache
+        may_load = may_load and request.request_id not in self._engine.epochs.left_out
         if not may_load or tracked.loads_no_more or grid is None:
             return 0
         lookup = tracked.lookup
@@ -213,12 +220,13 @@ class KVScheduler:
         """Return how much of what was found is loaded now; see `num_loadable_tokens`."""
         request = tracked.progress.request
         num_tokens = max(0, covered_tokens(request, lookup.found) - num_computed_tokens)
-        if num_tokens and not self._loads.has_room(request):
+        must_yield = lookup.is_answered and self._siblings.another_failed(request)
+        if must_yield or (num_tokens and not self._loads.has_room(request)):
             return 0 if self._lookups.has_waited(lookup) else None
-        if tracked.progress.awaits_sibling:
-            # The other connector's load has failed, and vLLM still reserves blocks for it. So ours
-            # is offered only once: if there is no room for both, vLLM would never admit it.
-            tracked.loads_no_more = True
+        lookup.is_answered = True
+        # vLLM still reserves blocks for a load that has failed. So a second one is offered once: if
+        # there is no room for both, vLLM would never admit it.
+        tracked.loads_no_more |= self._siblings.has_failed(request)
         return num_tokens
 
     def _may_look_up(self, tracked: _Tracked, grid: Grid) -> bool:
@@ -314,6 +322,7 @@ class KVScheduler:
 
     def orders(self, output: SchedulerOutput) -> Orders:
         """Return the orders of this step."""
+        self._advance()
         self._engine.poll()
         self._engine.begin_step()
         if self._choice is not None:
@@ -321,7 +330,7 @@ class KVScheduler:
             num_decoded = len(output.num_scheduled_tokens) + sum(map(len, drafts))
             self._choice.steps.began(output.total_num_scheduled_tokens, num_decoded)
         is_idle = self._idle_steps.is_idle(output.num_scheduled_tokens)
-        if is_idle and self._awaits_store():
+        if is_idle and (self._awaits_store() or self._engine.epochs.must_wait):
             self._engine.wait_idle()
         loads, abandoned = self._loads.take()
         if self._facts.saves:
@@ -375,7 +384,11 @@ class KVScheduler:
         """Remove `request`; return the announcement for the engine that goes on with it, if there
         is one."""
         tracked = self._tracked.pop(request.request_id, None)
+        left_out = self._engine.epochs.left_out
+        is_left_out = request.request_id in left_out
+        left_out.discard(request.request_id)
         self._loads.abandon(request.request_id)
+        self._siblings.finished(request.request_id)
         if tracked is not None and (self._facts.saves or self._facts.loads):
             self._add_use(tracked.progress)
         if tracked is None or not self._facts.saves:
@@ -384,6 +397,8 @@ class KVScheduler:
         # A session that goes on replaces the token that ended its turn, so fewer are computed.
         progress.end_tokens = min(progress.end_tokens, request.num_computed_tokens)
         num_dropped, num_declined = self._saves.ended(progress)
+        if is_left_out:
+            return None
         if num_dropped:
             self._engine.stats.add("blocks/dropped", num_dropped)
         if num_declined:
@@ -415,13 +430,40 @@ class KVScheduler:
         vLLM resets its cache before it sleeps, and frees the cache's memory then. The store is not
         emptied: other engines use it, and an engine that wakes up loads from it again.
         """
-        logger.info(
-            "The cache was reset; what the store has is used on. If the weights were changed, "
-            "restart the engine with another `epoch`."
-        )
+        logger.info("The cache was reset; what the store has is used on, in the present epoch.")
         self._saves.forget_leaving()
         for tracked in self._tracked.values():
             tracked.progress.end_tokens = 0
+        if not self._cached.sees_resets:
+            self._begin_anew()
+
+    def _advance(self) -> None:
+        """Notice resets of vLLM's cache, and epochs of the model; see `Epochs`."""
+        if self._cached.take_reset():
+            self._begin_anew()
+        self._engine.epochs.advance(self._leave_out_all, self._move)
+
+    def _begin_anew(self) -> None:
+        """Regard all requests as new: vLLM has reset its cache, so none of them has blocks."""
+        if self._engine.epochs.reset():
+            self._saves.forget(tracked.progress for tracked in self._tracked.values())
+            self._tracked.clear()
+
+    def _leave_out_all(self) -> None:
+        """Neither save nor load anything for the requests that there are, except for loads that
+        vLLM was promised: the weights are about to be changed."""
+        self._engine.epochs.left_out.update(self._tracked)
+        self._saves.forget(tracked.progress for tracked in self._tracked.values())
+
+    def _move(self, record: Record) -> None:
+        """Share in the namespace of `record` from now on."""
+        self._facts = replace(self._facts, namespace=record.namespace)
+        self._lookups = self._lookups.in_namespace(self._facts)
+        self._hand_over.move(self._facts)
+        self._saves.forget_stored()
+        self._engine.move(record, write=self._facts.saves)
+        if self._facts.loads:
+            self._lookups.tp_sizes.look(_MARKS_S)
 
     def _awaits_store(self) -> bool:
         """Return whether a request waits for a look-up, or until its adapter is read."""
@@ -435,7 +477,8 @@ class KVScheduler:
     @property
     def is_empty(self) -> bool:
         """Whether there is no request, no load, and no order for the next step."""
-        return not self._tracked and self._loads.is_empty and not self._saves.has_leaving
+        holds_requests = self._tracked or self._siblings.has_waiting
+        return not holds_requests and self._loads.is_empty and not self._saves.has_leaving
 
     @property
     def is_crowded(self) -> bool:
@@ -482,6 +525,10 @@ class KVScheduler:
             )
             adapter = Adapter(None, True) if is_nameless else self._adapters.of(request)
             progress = Progress(request, adapter, num_lost_before=self._hand_over.num_lost)
+            epochs = self._engine.epochs
+            if not epochs.may_share:
+                epochs.left_out.add(request.request_id)
+            progress.has_gap = request.request_id in epochs.left_out
             tracked = self._tracked[request.request_id] = _Tracked(progress)
         return tracked
 

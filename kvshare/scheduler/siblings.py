@@ -27,6 +27,7 @@ from kvshare.scheduler.saves import Progress
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
 
 # vLLM's placeholder for blocks that no layer of a group needs any more. It holds no KV.
 _NULL_BLOCK = 0
@@ -54,6 +55,8 @@ class Siblings:
         # (group, block) of blocks that a sibling has loaded, and of those computed from them. They
         # may have been freed since. At most all blocks of the cache.
         self._foreign: set[tuple[int, int]] = set()
+        # The requests that got blocks for a load, by any connector, and do not run yet.
+        self._waiting: dict[str, Request] = {}
         self.fetch = True
         """True if a sibling takes requests that name their source: it took the latest one, or there
         was none yet."""
@@ -85,6 +88,31 @@ class Siblings:
         """Return whether one of these blocks, given by cache group, holds foreign KV."""
         return not self._foreign.isdisjoint(block_of_group.items())
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether a request waits for a load, or to run after one."""
+        return bool(self._waiting)
+
+    def has_failed(self, request: "Request") -> bool:
+        """Return whether a load of `request`, which vLLM asks about, has failed as a whole."""
+        return request.request_id in self._waiting
+
+    def another_failed(self, request: "Request") -> bool:
+        """Return whether a load of another request failed as a whole, and that waits to run.
+
+        vLLM has freed its blocks, and still reserves as many. As long as `request` is offered a
+        load that does not fit beside these, neither it nor any request behind it is admitted.
+        """
+        return any(
+            not each.num_computed_tokens
+            for name, each in self._waiting.items()
+            if name != request.request_id
+        )
+
+    def finished(self, request_id: str) -> None:
+        """Remove a request."""
+        self._waiting.pop(request_id, None)
+
     def scheduled(
         self, output: "SchedulerOutput", progress_of: Callable[[str], Progress | None]
     ) -> None:
@@ -113,10 +141,11 @@ class Siblings:
                 self.fetch = not is_prefilled_elsewhere(admission.progress.request)
             own_tokens = admission.local_tokens + admission.loaded_tokens
             if name in begins:
+                self._waiting.pop(name, None)
                 has_sibling_loaded = begins[name] > own_tokens
             else:  # it waits for a load
                 has_sibling_loaded = not admission.loaded_tokens
-            admission.progress.awaits_sibling = has_sibling_loaded and name not in begins
+                self._waiting[name] = admission.progress.request
             is_foreign = has_sibling_loaded or is_mixed(admission.progress.request)
             self._set_own(admission, is_foreign=is_foreign)
 

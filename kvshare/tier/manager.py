@@ -140,6 +140,7 @@ class KVShareTier(SecondaryTierManager):
             path,
             partial(tier_namespace, offloading_spec, num_bytes, config.epoch),
             write=True,
+            live=False,  # it hears of no reset of vLLM's caches
         )
         self._stats = self._engine.stats
         self._rows = torch.frombuffer(primary_kv_view.cast("B"), dtype=torch.uint8).view(
@@ -157,9 +158,12 @@ class KVShareTier(SecondaryTierManager):
         job, keys = job_metadata, tuple(job_metadata.keys)
         load = _LoadJob(job.job_id, keys, time.monotonic(), missing=len(keys))
         handles = []
-        for key, place in zip(keys, job.chunk_ids.tolist(), strict=True):
+        names = [*map(self._namespace.key, keys)]
+        # vLLM asks for the chunks of a prompt from its beginning on.
+        self._engine.uses.add_chain(names, 1)
+        for key, name, place in zip(keys, names, job.chunk_ids.tolist(), strict=True):
             fetch = Fetch(
-                self._namespace.key(key),
+                name,
                 self._config.io_timeout_s,
                 PROLOGUE_BYTES + self._spec.num_bytes,
                 accepts=self._fits,

@@ -9,7 +9,7 @@ of the attention kernel for one token and head, K and V together. Only the axes 
 mean the same for every kernel: CPU kernels repack the inside of a block for their instruction set.
 So blocks are copied whole, never by token.
 
-The store may have the numbers of a block in 8 bits (float8.py): then the axes are the same, and
+An object may hold the numbers of a block in 8 bits (float8.py): then the axes are the same, and
 `content` is a byte longer than in the cache.
 
 A CPU copies the blocks itself. For a GPU, the copies of all chunks of a step are listed and
@@ -63,7 +63,7 @@ class BlockCaches:
         """Find the axes of each layer's tensor in `caches`, which may hold those of other sets too.
 
         `erase`: zeroes the tokens from a given one on in blocks of the host, [block, head, token,
-        content]. Given if the kernel interleaves the tokens of a block. `as_float8`: the store has
+        content]. Given if the kernel interleaves the tokens of a block. `as_float8`: objects hold
         8-bit floats.
 
         Raises:
@@ -89,7 +89,7 @@ class BlockCaches:
         self.device: torch.device = first.device
         self.dtype = dtype_name(first.dtype)
         self.as_float8 = as_float8
-        """Whether the store has 8-bit floats."""
+        """Whether objects hold 8-bit floats."""
         self._block_tokens = block_tokens
         _, self._kernel_blocks, self._num_heads, self._kernel_tokens, self._content = first.shape
         one_block = self._stored(self.spec(Piece(ChunkKey(b""), 1, block_tokens, ())))

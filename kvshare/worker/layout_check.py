@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Determines how an engine lays out the inside of its KV blocks, by letting it fill one.
+"""Determines how an engine lays out the inside of its KV blocks, by having it fill one.
 
 Blocks are stored byte by byte as in the cache. Two attention kernels may lay out a block
 differently although their caches have the same shape, and no checksum detects that. So each worker
@@ -7,8 +7,8 @@ tries its kernels when it gets its caches: vLLM's own operation writes known key
 block of each layer. The bytes that would be stored of that block are hashed. All objects of this
 worker have the digest as their `page`, and the worker uses no objects with another one.
 
-In opaque blocks the values are not found again. There the digest is of all bytes of the block, of
-the backends' names and of vLLM's release.
+In opaque blocks the written values cannot be recognized. Their digest is that of all bytes of the
+block, of the backends' names and of vLLM's release.
 """
 
 import hashlib
@@ -127,7 +127,7 @@ class LayoutCheck:
 
 
 def _can_try(layer: Any, *, is_opaque: bool) -> bool:
-    # Opaque MLA is sparse: an indexer lies beside it, whose operation is another one.
+    # Opaque MLA is sparse: its indexer's cache, which another operation fills, is beside it.
     return has_cache_operation(layer) and not (is_opaque and hasattr(layer, "kv_lora_rank"))
 
 

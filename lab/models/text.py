@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen2, text only, and LoRA adapters for it."""
+"""Qwen2, text only, and LoRA adapters for text models."""
 
 import json
 import math
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from lab.models.building import finish, text_config, text_tokenizer
 
-ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
+# Of attention, and of the short convolutions of LFM2.
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "self_attn.out_proj", "conv.in_proj")
 # Large enough to change greedy tokens.
 ADAPTER_GAIN = 4.0
 
@@ -27,7 +29,7 @@ def make_qwen2(path: str | Path, seed: int = 0, **sizes: int) -> Path:
 
 
 def make_adapter(path: str | Path, model: Path, seed: int = 0, rank: int = 8) -> Path:
-    """Write a LoRA adapter for a `make_qwen2` model to `path`, in PEFT's format, and return it.
+    """Write a LoRA adapter for a text model to `path`, in PEFT's format, and return it.
 
     An existing adapter is overwritten, as training does. Another seed gives other tokens.
     """
@@ -39,7 +41,7 @@ def make_adapter(path: str | Path, model: Path, seed: int = 0, rank: int = 8) ->
         "base_model_name_or_path": str(model),
         "r": rank,
         "lora_alpha": rank,
-        "target_modules": list(ADAPTED),
+        "target_modules": [name.rpartition(".")[2] for name in ADAPTED],
         "bias": "none",
     }
     (folder / "adapter_config.json").write_text(json.dumps(described))
@@ -49,17 +51,15 @@ def make_adapter(path: str | Path, model: Path, seed: int = 0, rank: int = 8) ->
 
 def _factors(model: Path, seed: int, rank: int) -> dict[str, torch.Tensor]:
     """Return the two factors of the update to each projection."""
-    config = json.loads((model / "config.json").read_text())
-    width = config["hidden_size"]
-    kv_width = width // config["num_attention_heads"] * config["num_key_value_heads"]
-    outputs = {"k_proj": kv_width, "v_proj": kv_width}
     stream = torch.Generator().manual_seed(seed)
     factors = {}
-    for layer in range(config["num_hidden_layers"]):
-        for name in ADAPTED:
-            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            down = torch.randn(rank, width, generator=stream) / math.sqrt(width)
-            up = torch.randn(outputs.get(name, width), rank, generator=stream)
-            factors[f"{prefix}.lora_A.weight"] = down
-            factors[f"{prefix}.lora_B.weight"] = up * ADAPTER_GAIN / math.sqrt(rank)
+    for name, weight in sorted(load_file(model / SAFE_WEIGHTS_NAME).items()):
+        layer = name.removesuffix(".weight")
+        if not layer.endswith(ADAPTED):
+            continue
+        outputs, inputs = weight.shape
+        down = torch.randn(rank, inputs, generator=stream) / math.sqrt(inputs)
+        up = torch.randn(outputs, rank, generator=stream) * ADAPTER_GAIN / math.sqrt(rank)
+        factors[f"base_model.model.{layer}.lora_A.weight"] = down
+        factors[f"base_model.model.{layer}.lora_B.weight"] = up
     return factors

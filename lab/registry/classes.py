@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the classes of vLLM's registry declare, for models that generate text.
+"""Reads what the classes of vLLM's registry declare, for models that generate text.
 
-Each class is imported into this process: five seconds for all. Classes of drafts, and of models for
-pooling, are left out.
+Each class is imported into this process, in five seconds for all. Classes of draft models and of
+pooling models are left out.
 """
 
 import inspect
@@ -28,12 +28,12 @@ class Declared:
     """vLLM's module with the class: architectures of one module are one family."""
     takes_media: bool = False
     media_without_pixels: tuple[str, ...] = ()
-    """The modalities for which it has metadata that replaces the media."""
+    """The modalities whose media metadata can replace."""
     is_hybrid: bool = False
     is_attention_free: bool = False
     has_cross_attention: bool = False
     missing: str = ""
-    """What its import needs and this environment lacks; then nothing else is known."""
+    """The package that its import needs and this environment lacks; then nothing else is known."""
 
 
 def architectures() -> dict[str, tuple[str, str]]:
@@ -80,7 +80,7 @@ def _media_without_pixels(cls: Any) -> tuple[str, ...]:
 def _parsers(info: type) -> Iterator[Any]:
     """Yield the parsers that `info.get_data_parser` names.
 
-    To call it, one would need a model's files.
+    Calling it would need a model's files.
     """
     for owner in inspect.getmro(info):
         method = vars(owner).get("get_data_parser")
@@ -99,8 +99,8 @@ def _named_classes(function: Any, base: type) -> Iterator[type]:
 
 
 def _has_cross_attention(cls: Any) -> bool:
-    """Return whether the module of `cls` uses vLLM's cross attention: models with a decoder that
-    looks at the output of an encoder."""
+    """Return whether the module of `cls` uses vLLM's cross attention, as models do whose decoder
+    attends to the output of an encoder."""
     named = [
         each
         for name, each in vars(sys.modules[cls.__module__]).items()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write docs/model-table.md from vLLM's registry, so that the page cannot drift.
 
-The tables are of one release, and a section for each other one says in what it differs. A run
-writes what belongs to the installed release. In about two minutes, and without network.
+The tables are of one release, and each other release has a section with its differences. A run
+writes the part of the installed release; it takes about two minutes, and no network.
 
     python -m lab.registry.page [--check]
 
@@ -21,7 +21,7 @@ from typing import Any
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "model-table.md"
 BASE = "0.32"
-"""The release of the tables."""
+"""The release that the tables describe."""
 
 TOP = f"""\
 # Table of vLLM's models
@@ -57,10 +57,10 @@ Cells = dict[str, tuple[str, ...]]
 
 
 def page(found: Mapping[str, Any], release: str, written: str) -> str:
-    """Return the page as `found`, the rows of `release`, change it. `written`: the page as it is.
+    """Return the page `written`, updated by `found`, the rows of `release`.
 
     Raises:
-        ValueError: the page lacks the tables, which the base release writes first.
+        ValueError: the page lacks the tables, which the base release must write first.
     """
     sections = dict(_sections(written))
     if release == BASE:
@@ -99,7 +99,7 @@ def cells(row: Any) -> tuple[str, ...]:
 
 
 def _lines(found: Mapping[str, Any], *, with_media: bool) -> Iterator[str]:
-    """Yield one row for the architectures of a family of which the same is known."""
+    """Yield one row for all architectures of a family with equal cells."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in sorted(found, key=str.lower):
         row = found[name]
@@ -125,9 +125,9 @@ def tested() -> set[str]:
 
 
 def changed_classes(found: Mapping[str, Any], release: str, written: str) -> Iterable[str]:
-    """Yield the architectures whose class declares something else than the page says.
+    """Yield the architectures whose class does not declare what the page states.
 
-    Of KV only that is compared which a class says: whether a model is a hybrid.
+    Of the column KV it compares only what a class declares: whether the model is a hybrid.
     """
     known = cells_of(written.partition("## vLLM ")[0])
     section = dict(_sections(written)).get(release, "")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of docs/model-table.md, as the installed vLLM gives them."""
+"""Makes the rows of docs/model-table.md from the installed vLLM."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -21,7 +21,7 @@ class Row(NamedTuple):
 
 
 def rows_of_classes(tested: Collection[str]) -> dict[str, Row]:
-    """Return a row for each architecture; `kv` says only what its class declares.
+    """Return a row for each architecture; `kv` has only what its class declares.
 
     `tested`: the architectures that tests run on engines.
     """
@@ -29,7 +29,7 @@ def rows_of_classes(tested: Collection[str]) -> dict[str, Row]:
 
 
 def rows(tested: Collection[str], folder: Path) -> dict[str, Row]:
-    """Return a row for each architecture. `folder`: for files, which are left there.
+    """Return a row for each architecture. `folder`: for files, which the caller removes.
 
     Raises:
         RuntimeError: none of the models could be built.

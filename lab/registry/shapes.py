@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kvshare makes of the layers of a model, grouped by vLLM's own code.
+"""Finds what kvshare decides about the layers of a model, grouped by vLLM's own code.
 
-The model is built without weights, on torch's meta device, with a configuration from the lab, or
-else with the default values of transformers' or vLLM's own. Many models cannot be built so: some
-have no such configuration here, and some kernels need a GPU.
+The model is built without weights, on torch's meta device, with a configuration of the lab, or else
+with the default values of transformers or vLLM. Many models cannot be built so: some have no such
+configuration in this environment, and some kernels need a GPU.
 
 Options and the kind of device are those of an engine on a GPU with vLLM's prefix cache.
 """
@@ -46,9 +46,9 @@ _ENDINGS = re.compile("(For(CausalLM|ConditionalGeneration|CausalLMV)|Model|Conf
 
 
 class Shapes:
-    """Builds models and asks kvshare about them. Keeps its files in `folder`.
+    """Builds models, and lets kvshare decide about their layers. Keeps its files in `folder`.
 
-    One in a process: it sets up vLLM's process groups.
+    A process may have one only: it sets up vLLM's process groups.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -63,8 +63,8 @@ class Shapes:
         self._of_vllm = {_stem(name): name for name in map(str, _CONFIG_REGISTRY.values())}
 
     def kv(self, architecture: str) -> str | None:
-        """Return "yes", "yes, hybrid", "yes" and the layout that is asked for, or "no" and the
-        reason; None: the model cannot be built here."""
+        """Return "yes", "yes, hybrid", "yes" and the layout that kvshare asks vLLM for, or "no" and
+        the reason; None: the model cannot be built in this environment."""
         try:
             path = self._in_lab.get(architecture) or self._write_config(architecture)
             return None if path is None else _kv(path)
@@ -131,7 +131,7 @@ def _kv(path: Path) -> str:
 
 
 def _specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
-    """Return what vLLM keeps of each layer, as its model runners find it."""
+    """Return the spec of each layer's KV cache, as vLLM's model runners collect them."""
     _set_up_groups()
     with set_default_torch_dtype(torch.bfloat16), torch.device("meta"):
         initialize_model(config)
@@ -158,7 +158,7 @@ def _set_up_groups() -> None:
 
 @contextmanager
 def _on_gpu(config: VllmConfig) -> Iterator[None]:
-    """Have a GPU's device and block size in `config`."""
+    """Set a GPU's device and block size in `config` for the block."""
     cache, device = config.cache_config, config.device_config
     kept = cache.block_size, device.device_type
     cache.block_size, device.device_type = _BLOCK_TOKENS, "cuda"
@@ -173,7 +173,7 @@ def _refusal(config: VllmConfig, specs: dict[str, KVCacheSpec], layout: str | No
     if hasattr(cache, "kv_cache_layout"):  # from 0.32 on
         cache.kv_cache_layout = layout or _USUAL_LAYOUT
     groups = get_kv_cache_groups(config, dict(specs))
-    # As vLLM's engine core sets it.
+    # vLLM's engine core sets it so.
     cache.block_size = min(
         (each.kv_cache_spec.block_size for each in groups), default=_BLOCK_TOKENS
     )

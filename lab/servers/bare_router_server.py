@@ -15,7 +15,7 @@ import hashlib
 
 from aiohttp import ClientSession, TCPConnector, web
 
-from ecshare.router.chat import CHAT
+from ecshare.router.api.chat import CHAT
 from ecshare.router.loop import relieve_collector, run
 
 _PIXELS, _END = b"base64,", b'"'

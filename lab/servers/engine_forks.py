@@ -27,6 +27,7 @@ IMPORTED = (
 )
 LATE = frozenset(
     {
+        "CPU_VISIBLE_MEMORY_NODES",
         "ECSHARE_ROUTER_KEY",
         "OTEL_BSP_SCHEDULE_DELAY",
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",

@@ -188,11 +188,11 @@ def counters(base_url: str) -> dict[tuple[str, str], float]:
 def read_counters(page: str) -> dict[tuple[str, str], float]:
     """Return the samples of Prometheus text: (name, label) -> value, summed over all other labels.
 
-    The label is the value of `event` or `source`, whichever the sample has, or "".
+    The label is the value of `event`, `source` or `reason`, whichever the sample has, or "".
     """
     totals: dict[tuple[str, str], float] = {}
     for name, labels, value in SAMPLE.findall(page):
         label = dict(LABEL.findall(labels))
-        key = (name, label.get("event") or label.get("source") or "")
+        key = (name, label.get("event") or label.get("source") or label.get("reason") or "")
         totals[key] = totals.get(key, 0.0) + float(value)
     return totals

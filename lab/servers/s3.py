@@ -3,6 +3,7 @@
 
 import shutil
 import socket
+import subprocess
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -86,6 +87,25 @@ class SeaweedFS(Server):
             "AWS_ACCESS_KEY_ID": ACCESS_KEY,
             "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
         }
+
+    def enforce_quota(self, num_megabytes: int) -> None:
+        """Set the bucket's quota, and compare what it has now with that.
+
+        A bucket with more becomes read-only, and takes objects again after a comparison that finds
+        less. The server answers 500 to a PUT then; objects can be removed. By itself it compares
+        only now and then.
+        """
+        http = {each: self._side_ports[f"{each}.port"].number for each in ("master", "filer")}
+        grpc = {each: self._side_ports[f"{each}.port.grpc"].number for each in http}
+        places = (f"-{each}={LOOPBACK}:{http[each]}.{grpc[each]}" for each in http)
+        commands = (
+            "lock",
+            f"s3.bucket.quota -name={BUCKET} -op=set -sizeMB={num_megabytes}",
+            "s3.bucket.quota.enforce -apply",
+            "unlock\n",
+        )
+        shell = [program("weed"), "shell", *places]
+        subprocess.run(shell, input="\n".join(commands), text=True, check=True, capture_output=True)
 
     def stop(self) -> None:
         """End the server and remove its data."""

@@ -204,6 +204,16 @@ def now_and_then(reply: Reply) -> Fault:
     return lambda request: reply if request.server.dice.random() < 0.5 else None
 
 
+def quota(num_bytes: int, reply: Reply) -> Fault:
+    """Answer `reply` to each PUT while the bucket has so many bytes."""
+
+    def fault(request: Request) -> Reply | None:
+        used = sum(len(stored.body) for stored in (*request.server.objects.values(),))
+        return reply if used >= num_bytes else None
+
+    return fault
+
+
 def storing(change: Callable[[bytes], bytes]) -> Fault:
     """Store other bytes than the sent ones."""
     return lambda request: put(request, change(request.body))

@@ -294,9 +294,11 @@ def put(request: Request, body: bytes) -> Reply:
     """Store `body`, unless a create-only request finds an object."""
     objects = request.server.objects
     is_create = {"if-none-match", "x-goog-if-generation-match"} & request.headers.keys()
-    if is_create and request.key in objects:
+    stored = Stored.of(body)
+    if not is_create:
+        objects[request.key] = stored
+    elif objects.setdefault(request.key, stored) is not stored:  # in one step: puts may race
         return request.server.exists
-    objects[request.key] = stored = Stored.of(body)
     return Reply(200, headers=stored.headers)
 
 

@@ -37,7 +37,7 @@ class Example(msgspec.Struct):
 
 
 def test_options_are_described_by_their_docstrings() -> None:
-    assert PROGRAM["attribute_docstrings"](Example) == {"size_bytes": "One | two three."}
+    assert PROGRAM["attribute_docs"](Example) == {"size_bytes": "One | two three."}
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import xxhash
 from blake3 import blake3
 
 from ecshare.store.config import StoreConfig
+from ecshare.store.epochs import FACT
 from ecshare.store.format import ITEM_BYTES, PROLOGUE_BYTES, TensorSpec, seal
 from ecshare.store.integrity import Integrity
 from ecshare.store.keys import FORMAT_VERSION, Kind, namespace_digest, object_key
@@ -90,7 +91,7 @@ def test_page_names_every_dtype() -> None:
 
 def test_page_names_every_fact_of_a_namespace() -> None:
     told = {name for name in first_column(PAGE) if not name.startswith("ecshare.")}
-    assert told - {"ec", "kv"} == facts_of_the_code()
+    assert told - {"ec", "kv"} == facts_of_the_code() | {FACT}
 
 
 async def test_manifest_is_json_with_the_facts(tmp_path: Path) -> None:
@@ -108,13 +109,15 @@ def facts_of_the_code() -> set[str]:
     """Return the dictionary keys in the functions that collect facts, without running vLLM."""
     files = (
         "ecshare/plugin/model_facts",
+        "ecshare/plugin/start",
         "ecshare/encoder/facts",
         "kvshare/chunks/facts",
         "kvshare/tier/facts",
     )
     trees = [ast.parse((ROOT / f"{file}.py").read_text()) for file in files]
     facts = ("model_facts", "media_facts")
-    functions = ("encoder_namespace", "kv_namespace", "tier_namespace", *facts)
+    namespaces = ("encoder_namespace", "kv_namespace", "tier_namespace", "start_with_namespace")
+    functions = (*namespaces, *facts)
     return {
         key.value
         for tree in trees

@@ -2,24 +2,34 @@
 """Links, commands and options on the pages exist, and the pages name no machine of ours."""
 
 import importlib.util
+import json
 import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import click
 import msgspec
 import pytest
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
+from ecshare.cli import main
+from ecshare.commands.group import COMMANDS, Commands, ecshare
 from ecshare.encoder.config import EncoderConfig
-from ecshare.router.options import make_parser
+from ecshare.router.options.arguments import make_parser
 from ecshare.store.config import parse
+from ecshare.store.keys import Kind, object_key
 from kvshare.config import KVConfig, parse_tier
 from kvshare.tier.manager import KVShareTier
+from lab.servers.stand_in import StandIn
 from tests.docs.pages import PAGES, ROOT, commands, json_objects
+from tests.ecshare.conftest import start
+from tests.metrics_server import metrics_server
 
 # Programs that the pages tell people to run, and the file that runs each in CI.
 RUN_BY_TESTS = {
@@ -35,6 +45,7 @@ VLLM_OPTIONS = {
     "--allow-credentials",
     "--allowed-origins",
     "--block-size",
+    "--enable-expert-parallel",
     "--kv-cache-dtype",
     "--ec-transfer-config",
     "--enable-prompt-tokens-details",
@@ -123,10 +134,79 @@ def test_commands_on_pages_are_run_by_tests(page: Path) -> None:
             case [python, program, *_] if Path(python).name in ("python", "bash"):
                 assert program in RUN_BY_TESTS, words
             case ["ecshare", command, *_]:
-                assert command in ("doctor", "gc", "router"), words
+                assert command in COMMANDS, words
+            case ["eval", script]:
+                assert script == "$(ecshare completion bash)"
             case [program, *_]:
                 known = program in ("git", "cd", "curl", "openssl", "pip", "export", "vllm")
                 assert known or program in RUN_BY_TESTS, words
+
+
+OUR_COMMANDS = [
+    pytest.param(words[1:], id=f"{page.name}: {' '.join(words)[:60]}")
+    for page in PAGES
+    for words in commands(page)
+    if words[0] == "ecshare" and words[1] != "router"
+]
+
+
+@pytest.mark.parametrize("words", OUR_COMMANDS)
+def test_commands_of_ours_run_as_written_on_a_folder(
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    servers: dict[str, StandIn],
+) -> None:
+    """The bucket of the pages is a folder here, and what goes on for ever ends."""
+    monkeypatch.chdir(tmp_path)
+    facts = {"model": "Qwen/Qwen2.5-VL-7B-Instruct", "tenant": "acme"}
+    start(tmp_path, facts, "", object_key(Kind.EC, "0" * 32, "x"))
+    if words[0] == "warm":
+        words = warmed(words, tmp_path, servers)
+    if "--every" in words:
+        at = words.index("--every")
+        words = words[:at] + words[at + 2 :]
+    more = {"bench": ["--seconds", "0.1"], "top": ["--every", "0.1"]}.get(words[0], [])
+    with metrics_server("vllm:num_requests_running 1\n") as server:
+        here = {"s3://bucket/prefix": f"{tmp_path}/store"}
+        if words[0] == "top":
+            here |= {word: server.url for word in words if word.startswith("http://")}
+        with pytest.raises(SystemExit) as ended:
+            main([here.get(word, word) for word in words] + more)
+    assert ended.value.code == 0
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, StandIn]]:
+    """What `ecshare warm` asks, by its option."""
+    stages = {"--encoder": "encode", "--prefiller": "prefill", "--server": "decode"}
+    folder = tmp_path_factory.mktemp("servers")
+    with ExitStack() as stack:
+        started = {
+            option: StandIn(stage, folder, stage).start_in(stack)
+            for option, stage in stages.items()
+        }
+        yield {option: server.wait_ready() for option, server in started.items()}
+
+
+def warmed(
+    words: list[str],
+    folder: Path,
+    servers: dict[str, StandIn],
+) -> list[str]:
+    """Return the words for servers that there are; make the corpora that the pages name."""
+    (folder / "pictures").mkdir()
+    (folder / "pictures" / "a.png").write_bytes(b"a picture")
+    (folder / "urls.txt").write_text("https://a.example/picture.png")
+    chat = {"messages": [{"role": "user", "content": "hello"}]}
+    (folder / "prompts.jsonl").write_text(json.dumps(chat))
+    if "--start" in words:  # the servers run already
+        at = words.index("--start")
+        words = words[:at] + words[at + 2 :]
+    return [
+        servers[before].base_url if before in servers else word
+        for before, word in pairwise(["", *words])
+    ]
 
 
 def make_targets() -> set[str]:
@@ -223,13 +303,15 @@ def known_flags() -> set[str]:
     ours = {name for action in make_parser("")._actions for name in action.option_strings}
     programs = [
         *(path_of(name) for name in RUN_BY_TESTS),
-        ROOT / "ecshare" / "cli.py",
         *(ROOT / "benchmarks").glob("*.py"),
         ROOT / "lab" / "conformance" / "__main__.py",
         ROOT / "lab" / "gpu_kit" / "__main__.py",
     ]
     for program in programs:
         ours |= set(re.findall(r'"(--[a-z][a-z-]+)"', program.read_text()))
+    for name in COMMANDS:
+        command = Commands().get_command(click.Context(ecshare), name)
+        ours |= {flag for each in command.params for flag in each.opts} if command else set()
     return ours | VLLM_OPTIONS | PIP_OPTIONS
 
 

@@ -3,6 +3,8 @@
 
 import http.client
 import json
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -192,6 +194,14 @@ def passed_on(*encoded: Answer) -> dict[str, Any]:
         assert answer.status == 200, answer.body
         params |= answer.body["ec_transfer_params"]
     return {"ec_transfer_params": params}
+
+
+def warmed(corpus: Path, *options: str) -> dict[str, int]:
+    """Run `ecshare warm`; return how many samples had each outcome."""
+    command = [sys.executable, "-m", "ecshare", "warm", str(corpus), *options, "--json"]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    samples: dict[str, int] = json.loads(ended.stdout)["samples"]
+    return {name: number for name, number in samples.items() if number}
 
 
 def stored_kv(root: Path, part: str) -> set[Path]:

@@ -21,6 +21,8 @@ STORY = [text("Tell me a story about the sea, the wind and the stars. " * 24)]
 OPTIONS = {"qwen2.5-vl": ("--block-size=32",), "lfm2": ("--dtype=float32",)}
 HYBRID_BLOCK = 128  # tokens, as vLLM chooses to fit a state
 ENCODED, LOADED = "ecshare_items/encoded", "ecshare_items/loaded"
+# Both on the first one: 0.33 gives each rank the next one, and dies where a machine has no second.
+MEMORY_NODES = {"CPU_VISIBLE_MEMORY_NODES": "0,0"}
 
 
 class Fleet(NamedTuple):
@@ -47,7 +49,8 @@ def started(
     model = model_cache.model(CACHE / "models", family)
     with engines(LOGS / f"{__name__}.{family}", model, forks) as start:
         plain = start("plain", *OPTIONS[family])
-        ranks = start("ranks", "--data-parallel-size=2", *OPTIONS[family], *transfers)
+        two = ("--data-parallel-size=2", *OPTIONS[family], *transfers)
+        ranks = start("ranks", *two, environment=MEMORY_NODES)
         for each in (plain, ranks):
             each.wait_ready()
         yield Fleet(plain, ranks, root)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make demo` (examples/one_box/demo.py) succeeds, and leaves nothing behind when it is stopped."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,8 @@ def test_demo_reports_success(store: str) -> None:
     for name_of_round in ("cold", "warm", "known"):
         assert ran.stdout.count(f"  {name_of_round}  ") == 4
     assert "DIFFER" not in ran.stdout
+    kinds = re.findall(r"^(ec|kv) +[0-9a-f]{32} +\S+ +[1-9]", ran.stdout, re.MULTILINE)
+    assert sorted(kinds) == ["ec", "kv"], "what ecshare du shows of the store"
 
 
 def test_ctrl_c_ends_every_process_of_the_demo() -> None:

@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Embeddings between real engines: an encoder, a consumer that decodes, and a plain engine."""
 
+import base64
 import re
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from ecshare.router.media.identity import identity
 from lab.servers.engines import EngineProcess, ModelRunner, ec_argument
 from tests.conftest import StartEngine
 from tests.engines.chat import (
     QUESTION,
     announced,
     ask,
+    counting,
     counts,
     passed_on,
     picture,
     wait_until,
+    warmed,
 )
 from tests.engines.runners import on_each_runner
 from tests.releases import needs_encoder_metrics
@@ -129,6 +133,27 @@ def stored_since(fleet: Fleet, known: set[Path]) -> Path:
     wait_until(lambda: bool(objects(fleet) - known), "nothing was stored", 30.0)
     (path,) = objects(fleet) - known
     return path
+
+
+@needs_encoder_metrics
+def test_warmed_corpus_is_not_encoded_again(fleet: Fleet, tmp_path: Path) -> None:
+    known = objects(fleet)
+    urls = [picture(40 + number)["image_url"]["url"] for number in range(5)]
+    for number, url in enumerate(urls):
+        (tmp_path / f"{number}.png").write_bytes(base64.b64decode(url.partition(",")[2]))
+    with counting(fleet.encoder) as gained:
+        assert warmed(tmp_path, f"--encoder={fleet.encoder.base_url}") == {"new": 5}
+    assert gained["ecshare_items/encoded"] == 5
+    wait_until(lambda: len(objects(fleet) - known) == 5, "not all are stored", 30.0)
+    with counting(fleet.encoder) as gained:
+        assert warmed(tmp_path, f"--encoder={fleet.encoder.base_url}") == {"there already": 5}
+    assert gained["ecshare_items/encoded"] == 0
+    with counting(fleet.consumer) as gained:
+        for number in range(5):
+            shown = picture(40 + number, identity("image", urls[number]))
+            plain = ask(fleet.plain, fleet.model, [picture(40 + number), QUESTION])
+            assert ask(fleet.consumer, fleet.model, [shown, QUESTION]).tokens == plain.tokens
+    assert (gained["ecshare_items/encoded"], gained["ecshare_items/loaded"]) == (0, 5)
 
 
 def test_object_lost_from_the_store_is_stored_again(fleet: Fleet) -> None:

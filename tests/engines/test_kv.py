@@ -25,6 +25,7 @@ from tests.engines.chat import (
 )
 from tests.engines.runners import on_each_runner
 from tests.kv_events import Subscriber
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, on_each_runner]
 
@@ -202,11 +203,11 @@ def test_kv_saved_after_a_client_disconnect_gives_the_plain_tokens(fleet: Fleet)
     prompt = [20 + number * 3 % 400 for number in range(2 * CHUNK + 7)]
     known = fleet.objects()
     body = {"model": fleet.first.model, "prompt": prompt, "max_tokens": 1000, "ignore_eos": True}
-    leaving = begin(fleet.first, "completions", body)
-    wait_for_requests(fleet.first, 1)
+    leaving = begin(fleet.first, "completions", body | {"stream": True})
+    assert leaving.getresponse().readline()  # a token: the prompt is computed
     leaving.close()
     wait_for_requests(fleet.first, 0)
-    assert len(fleet.objects() - known) >= 2
+    wait_until(lambda: len(fleet.objects() - known) >= 2)
     answer = complete(fleet.second, fleet.second.model, prompt)
     assert answer.tokens == complete(fleet.plain, fleet.plain.model, prompt).tokens
     assert answer.num_cached_tokens >= 2 * CHUNK

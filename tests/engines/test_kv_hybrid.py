@@ -103,7 +103,7 @@ def test_second_engine_computes_less_than_a_block(fleet: Fleet) -> None:
     assert gained["kvshare_tokens/loaded"] == warm.num_cached_tokens
 
 
-def test_next_turn_goes_on_from_the_state_of_the_last(fleet: Fleet) -> None:
+def test_next_turn_continues_from_the_state_of_the_last(fleet: Fleet) -> None:
     talk = prompt_of(2)
     talk += fleet.store(talk).tokens
     talk += prompt_of(3, 40)
@@ -111,19 +111,19 @@ def test_next_turn_goes_on_from_the_state_of_the_last(fleet: Fleet) -> None:
     assert turn.num_cached_tokens == fleet.last_boundary(prompt_of(2))
 
 
-def test_prompt_that_parts_before_the_stored_state_is_computed(fleet: Fleet) -> None:
+def test_prompt_that_diverges_before_the_stored_state_is_computed(fleet: Fleet) -> None:
     fleet.store(prompt_of(4))
     other = [*prompt_of(4)[: fleet.block], *prompt_of(5)]
     assert fleet.check(fleet.second, other).num_cached_tokens == 0
 
 
-def test_prompt_of_whole_blocks_is_loaded_but_for_the_last(fleet: Fleet) -> None:
+def test_prompt_of_whole_blocks_is_loaded_except_for_the_last(fleet: Fleet) -> None:
     prompt = prompt_of(6, 2 * fleet.block)
     fleet.store(prompt)
     assert fleet.check(fleet.second, prompt).num_cached_tokens == fleet.block
 
 
-def test_requests_at_once_get_their_own_states(fleet: Fleet) -> None:
+def test_concurrent_requests_get_their_own_states(fleet: Fleet) -> None:
     # Few answers in bfloat16 are certain: three prompts of a hundred.
     candidates = (prompt_of(number) for number in range(100, 200))
     prompts = list(islice(filter(partial(is_certain, fleet.plain), candidates), 3))

@@ -7,12 +7,13 @@ from typing import NamedTuple
 import pytest
 
 from lab import model_cache
-from lab.servers.engines import EngineProcess, ec_argument, kv_argument
+from lab.servers.engines import EngineProcess, ModelRunner, ec_argument, kv_argument
 from tests.conftest import CACHE, StartEngine
 from tests.engines.chat import QUESTION, Answer, ask, complete, counting, picture, stored_kv, text
+from tests.engines.runners import on_each_runner
 from tests.releases import needs_encoder_metrics, needs_offered_states
 
-pytestmark = [pytest.mark.engine, pytest.mark.models]
+pytestmark = [pytest.mark.engine, pytest.mark.models, on_each_runner]
 
 STORY = "Tell me a story about the sea, the wind and the stars. " * 12
 # vLLM's CPU runner makes the tensors that a later stage receives only while it warms up for a
@@ -35,14 +36,17 @@ class Fleet(NamedTuple):
 
 @pytest.fixture(scope="module")
 def fleet(
-    engine: StartEngine, plain: EngineProcess, tmp_path_factory: pytest.TempPathFactory
+    engine: StartEngine,
+    plain: EngineProcess,
+    tmp_path_factory: pytest.TempPathFactory,
+    runner: ModelRunner,
 ) -> Fleet:
     root = tmp_path_factory.mktemp("fleet")
 
     def sharing(name: str, *arguments: str) -> EngineProcess:
         url, host = f"file://{root}/store", f"{root}/{name}"
         transfers = (kind("both", url, host_cache_dir=host) for kind in (kv_argument, ec_argument))
-        return engine(name, "--block-size=32", *arguments, *transfers)
+        return engine(name, "--block-size=32", *arguments, *transfers, runner=runner)
 
     first, second = (sharing(name, *TWO_STAGES) for name in ("first", "second"))
     started = Fleet(plain, first, second, sharing("alone"), root)
@@ -102,7 +106,7 @@ def test_pipeline_loads_embeddings_of_another(fleet: Fleet) -> None:
 
 @needs_offered_states
 def test_pipeline_of_a_hybrid_loads_the_states_of_each_stage(
-    engine: StartEngine, tmp_path: Path
+    engine: StartEngine, tmp_path: Path, runner: ModelRunner
 ) -> None:
     model = model_cache.model(CACHE / "models", "lfm2")
     url = f"file://{tmp_path}/store"
@@ -110,7 +114,9 @@ def test_pipeline_of_a_hybrid_loads_the_states_of_each_stage(
     plain = engine("plain-hybrid", model=model)
     pipelines = [
         engine(
-            Path(host).name, *TWO_STAGES, kv_argument("both", url, host_cache_dir=host), model=model
+            *(Path(host).name, *TWO_STAGES, kv_argument("both", url, host_cache_dir=host)),
+            model=model,
+            runner=runner,
         )
         for host in hosts
     ]

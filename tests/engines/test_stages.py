@@ -4,6 +4,7 @@
 What P and D load of each other and of E may be lost on the way.
 """
 
+import base64
 import json
 import shutil
 import subprocess
@@ -35,8 +36,10 @@ from tests.engines.chat import (
     picture,
     stored_kv,
     text,
+    warmed,
 )
 from tests.engines.runners import V2_IN_THE_GATE, on
+from tests.engines.updating import DEV_MODE, begin_epoch, update
 from tests.releases import ANNOUNCES_AT_EVERY_ENDPOINT, HAS_ENCODER_METRICS
 
 # Other tests of the gate cover the same on V1.
@@ -94,10 +97,10 @@ def fleet(
         ec = ec_argument("consumer", store, **options)
         kv = kv_argument("both", store, chunk_tokens=2 * BLOCK, **options)
         arguments = (f"--block-size={BLOCK}", "--enable-mm-embeds", "--mm-processor-cache-gb=0")
-        tells = {"VLLM_SERVER_DEV_MODE": "1"}
-        return engine(name, *arguments, ec, kv, traced, environment=tells, runner=runner)
+        return engine(name, *arguments, ec, kv, traced, environment=DEV_MODE, runner=runner)
 
-    e = engine("e", ec_argument("producer", store, host_cache_dir=f"{root}/e-host"), traced)
+    ec = ec_argument("producer", store, host_cache_dir=f"{root}/e-host")
+    e = engine("e", ec, traced, environment=DEV_MODE)
     fleet = Fleet(plain, e, stage("p"), stage("d"), root, collector)
     for each in fleet[:4]:
         each.wait_ready()
@@ -291,6 +294,47 @@ def test_every_endpoint_gives_the_plain_answer(
     assert answer != other, "the answer does not depend on the prompt: no test"
 
 
+def test_warmed_prompts_are_not_computed(fleet: Fleet, tmp_path: Path) -> None:
+    content = [text("what was prefilled ahead"), STORY, QUESTION]
+    corpus = tmp_path / "prompts.jsonl"
+    corpus.write_text(json.dumps({"messages": [{"role": "user", "content": content}]}))
+    p = f"--prefiller={fleet.p.base_url}"
+    assert warmed(corpus, "--kv", p) == {"new": 1}
+    stored_kv(fleet.root, "t0of1")
+    assert warmed(corpus, "--kv", p) == {"there already": 1}
+    answer = ask(fleet.d, fleet.d.model, content)
+    assert answer.tokens == fleet.plain_tokens(*content)
+    assert answer.num_cached_tokens == answer.num_prompt_tokens - 1
+
+
+def test_router_does_not_encode_a_warmed_picture(
+    fleet: Fleet, router: RouterProcess, tmp_path: Path
+) -> None:
+    """With the name that the encode engine got, though the router has not seen it before."""
+    shown = picture(60)
+    content: Any = [STORY, shown, QUESTION]
+    png = base64.b64decode(shown["image_url"]["url"].partition(",")[2])
+    (tmp_path / "60.png").write_bytes(png)
+    assert warmed(tmp_path, f"--encoder={fleet.e.base_url}") == {"new": 1}
+    with counting(fleet.e) as on_e, counting(fleet.p) as on_p:
+        answer = client_of(router).chat.completions.create(
+            model=fleet.plain.model,
+            messages=[{"role": "user", "content": content}],
+            max_tokens=2,
+        )
+    assert answer.choices
+    if HAS_ENCODER_METRICS:
+        assert on_e["ecshare_items/encoded"] == on_p["ecshare_items/encoded"] == 0
+        assert on_p[LOADED] == 1
+    other = tmp_path / "other"
+    other.mkdir()
+    other_png = picture(61)["image_url"]["url"].partition(",")[2]
+    (other / "61.png").write_bytes(base64.b64decode(other_png))
+    server = f"--server={router.base_url}"
+    assert warmed(other, server) == {"new": 1}
+    assert warmed(other, server) == {"there already": 1}
+
+
 def test_one_trace_has_spans_of_router_engines_and_connectors(
     fleet: Fleet, router: RouterProcess
 ) -> None:
@@ -375,3 +419,28 @@ def test_vllms_benchmark_runs_without_a_failed_request(
         assert ended.returncode == 0, ended.stdout
         result = json.loads((tmp_path / f"{backend}.json").read_text())
         assert (result["completed"], result.get("failed", 0)) == (number, 0), ended.stdout
+
+
+def test_stages_are_updated_in_place_one_after_another(
+    fleet: Fleet, engine: StartEngine, other_vlm: Path, runner: ModelRunner
+) -> None:
+    """The last test: from here on the fleet has other weights."""
+    trained = engine("trained", model=other_vlm)
+    shown = [text("Now look at this. " * 12), picture(5, "five"), QUESTION]
+    old = fleet.plain_tokens(*shown)
+    encoded = fleet.encode(shown[1])
+    bare = [shown[0], announced(encoded, "five"), shown[2]]
+    fleet.prefill(bare, **passed_on(encoded))
+    begin_epoch(f"{fleet.root}/store")
+    update(fleet.e, other_vlm)
+    update(fleet.p, other_vlm)
+    encoded = fleet.encode(shown[1])
+    assert fleet.prefill(bare, **passed_on(encoded)).num_cached_tokens == 0
+    new = ask(trained.wait_ready(), trained.model, shown).tokens
+    assert new != old
+    behind = ask(fleet.d, fleet.d.model, shown)
+    assert (behind.tokens, behind.num_cached_tokens) == (old, 0)
+    update(fleet.d, other_vlm)
+    warm = ask(fleet.d, fleet.d.model, bare, **passed_on(encoded))
+    assert warm.tokens == new
+    assert warm.num_cached_tokens == warm.num_prompt_tokens - 1

@@ -10,10 +10,11 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from ecshare.encoder.config import EncoderConfig
-from ecshare.router.arguments import parse_arguments
+from ecshare.router.options.arguments import parse_arguments
 from ecshare.store.config import parse
 from kvshare.config import KVConfig
 from tests.examples.scripts import ROUTER, VLLM, Box, Started
+from tests.nightly import gate_tries
 
 ENGINES = ("encode", "prefill", "decode", "plain")
 EC = ("ECShareConnector", "ec_connector", "ec_role")
@@ -85,7 +86,7 @@ def test_the_store_is_a_folder_by_default(box: Box) -> None:
     assert connector["ec_connector_extra_config"] == {"url": str(box.folder / "ecshare-store")}
 
 
-@pytest.mark.parametrize("stage", [*ENGINES, "router"])
+@pytest.mark.parametrize("stage", gate_tries(*ENGINES, "router"))
 @pytest.mark.parametrize("devices", DEVICES)
 def test_given_devices_are_kept(box: Box, stage: str, devices: str) -> None:
     started = box.engine_sh(stage, DEVICE="cuda", CUDA_VISIBLE_DEVICES=devices)
@@ -200,7 +201,7 @@ def test_url_in_options_overrides_store(box: Box) -> None:
     assert connector["ec_connector_extra_config"] == {"url": "/b"}
 
 
-@pytest.mark.parametrize("stage", ["encode", "prefill", "decode"])
+@pytest.mark.parametrize("stage", gate_tries("encode", "prefill", "decode"))
 @pytest.mark.parametrize("options", ["{url: /a}", "{", "[]", '"text"', "1", "null"])
 def test_options_that_are_no_object_are_refused(box: Box, stage: str, options: str) -> None:
     said = box.refused("engine.sh", stage, OPTIONS=options)

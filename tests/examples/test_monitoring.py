@@ -11,7 +11,7 @@ import pytest
 import ecshare.encoder.metrics
 import kvshare.metrics
 from ecshare.plugin.metrics import MetricTable
-from ecshare.router.trace import STATUSES
+from ecshare.router.http.context import STATUS_CLASSES
 from ecshare.transfer.stats import is_gauge
 from tests.docs.pages import ROOT, first_column
 
@@ -19,7 +19,7 @@ FOLDER = ROOT / "examples" / "monitoring"
 FILES = (FOLDER / "alerts.yml", FOLDER / "grafana.json")
 GROUPED = re.compile(r"by \(([^)]*)\) \((?:(?:rate|increase)\()?((?:ec|kv)share_\w+)")
 # Selectors of the expressions; those of connectors are looked up in their tables.
-ROUTERS = {"event": {"asked", "avoided"}, "status": set(STATUSES)}
+ROUTERS = {"event": {"asked", "avoided"}, "status": set(STATUS_CLASSES)}
 
 
 def expressions(path: Path) -> Iterator[str]:

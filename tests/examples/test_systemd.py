@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ecshare.router.arguments import parse_arguments
+from ecshare.router.options.arguments import parse_arguments
 from tests.docs.pages import ROOT, fences
 from tests.examples.scripts import Box
 

@@ -3,6 +3,9 @@
 
 import contextlib
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -13,12 +16,12 @@ import pytest
 from ecshare.store.errors import ObjectCorrupt
 from ecshare.store.format import unseal
 from tests.conftest import StartEngine
-from tests.engines.chat import counting, wait_until
+from tests.engines.chat import counting, counts, wait_until
 from tests.faults.damage import DAMAGE, GIB, UNFIT, peak_memory_bytes, replace, unfit
 from tests.faults.disks import SmallDisk
 from tests.faults.failing import Folder
 from tests.faults.fleet import Decoding
-from tests.faults.kv_fleet import FAILED, Handed, KVFleet, sharing
+from tests.faults.kv_fleet import DROPPED, FAILED, NUM_OBJECTS, Handed, KVFleet, sharing
 
 pytestmark = pytest.mark.faults
 
@@ -85,6 +88,63 @@ def test_failing_folder_costs_only_hits(
 ) -> None:
     writes = failing in UNTOUCHED
     fleet.survive(partial(failing, fleet), reads=writes or failing in READABLE, writes=writes)
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "ecshare", *arguments]
+
+
+def kept_bytes(fleet: FolderFleet) -> int:
+    return sum(path.stat().st_size for path in fleet.objects())
+
+
+def test_cleaner_makes_room_on_a_full_disk_while_engines_answer(fleet: FolderFleet) -> None:
+    handed = [fleet.store() for _ in range(3)]
+    limit = kept_bytes(fleet) // 3
+    with Decoding(fleet), fleet.disk_full():
+        assert fleet.is_loaded(handed[0]), "reads go on"
+        dropped = counts(fleet.first).get(DROPPED, 0)
+        fleet.prefill()
+        wait_until(lambda: fleet._num_dropped() > dropped, "the disk is not full")
+        subprocess.run(command("gc", str(fleet.folder), "--max-bytes", str(limit)), check=True)
+        assert kept_bytes(fleet) <= limit
+        fleet.check_recovers()
+    left = [path for path in fleet.folder.rglob(".*") if path.is_file()]
+    assert not left, "nothing half-written is left"
+
+
+def test_engines_answer_rightly_while_a_cleaner_removes_what_they_read(fleet: FolderFleet) -> None:
+    fleet.store()
+    limit = kept_bytes(fleet)
+    clean = command("gc", str(fleet.folder), "--max-bytes", str(limit), "--every", "0.001")
+    cleaner = subprocess.Popen(clean, stdout=subprocess.PIPE, text=True)
+    asked = []
+    for _ in range(12):
+        asked.append(fleet.prefill())
+        for handed in asked[-3:]:
+            fleet.decode(handed)
+        fleet.prefill(asked[0].prompt)
+    cleaner.terminate()
+    out, _ = cleaner.communicate()
+    assert cleaner.returncode == 0
+    removed = [int(each.replace(",", "")) for each in re.findall(r"removed ([\d,]+) objects", out)]
+    assert sum(removed) > 4 * NUM_OBJECTS
+    assert sum(map(bool, removed)) > 4, "in many runs"
+    fleet.check_recovers(asked[0])
+
+
+@pytest.mark.parametrize("how", ["gc --max-bytes 0", "rm --yes --namespace"])
+def test_removal_of_all_kv_costs_only_hits(fleet: FolderFleet, how: str) -> None:
+    handed = [fleet.store() for _ in range(2)]
+    name, *options = how.split()
+    # Not by its model: a test before has removed the manifest, which is written again in hours.
+    more = [next(iter(fleet.objects())).parents[1].name] if name == "rm" else []
+    with Decoding(fleet):
+        subprocess.run(command(name, str(fleet.folder), *options, *more), check=True)
+        assert not fleet.objects()
+        for each in handed:
+            fleet.decode(each)
+        fleet.check_recovers(handed[0])
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ecshare.router.test_lost_requests import check_none_is_lost
+from tests.ecshare.router.stages.test_lost_requests import check_none_is_lost
 
 pytestmark = pytest.mark.faults
 

@@ -8,15 +8,15 @@ on.
 from functools import cache
 from typing import Any
 
-from ecshare.router.chat import CHAT
-from ecshare.router.client_request import SAVE_OPTIONS, TRANSFER_FIELDS
-from ecshare.router.endpoints import (
+from ecshare.router.api.chat import CHAT
+from ecshare.router.api.client_request import SAVE_OPTIONS, TRANSFER_FIELDS
+from ecshare.router.api.endpoints import (
     COMPLETIONS_ENDPOINT,
     MESSAGES_ENDPOINT,
     PASSED_ON,
     RESPONSES_ENDPOINT,
 )
-from ecshare.router.model_lists import MODELS
+from ecshare.router.fleet.model_lists import MODELS
 
 Json = dict[str, Any]
 

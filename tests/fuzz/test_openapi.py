@@ -13,7 +13,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecshare.router.chat import CHAT
+from ecshare.router.api.chat import CHAT
 from tests.ecshare.router.fake_engine import EVENTS, Fleet, fleet
 from tests.fuzz.description import description
 from tests.fuzz.openapi import SCHEMAS, check_answer, fitting, schema_of, validator

@@ -15,7 +15,7 @@ from hypothesis.strategies import DrawFn
 
 from ecshare.doctor.targets import read_argument
 from ecshare.encoder.config import EncoderConfig
-from ecshare.router.arguments import parse_arguments
+from ecshare.router.options.arguments import parse_arguments
 from ecshare.store.config import StoreConfig, parse
 from ecshare.store.errors import ConfigError
 from ecshare.store.integrity import open_integrity
@@ -180,7 +180,7 @@ def test_options_are_accepted_or_refused_without_secrets(said: Any, cls: type[St
         check_silent(*config.warnings(PATH))
         config.store_id()
         assert config.call_timeout_s > 0
-        open_integrity(config.integrity_key, PATH)
+        open_integrity(config, PATH)
         if config.url.partition("://")[0] in OPENED:
             store = open_store(config, PATH)
             check_silent(repr(store))

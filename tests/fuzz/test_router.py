@@ -16,12 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from ecshare.router import plan
-from ecshare.router.chat import CHAT_ENDPOINT, MEDIA_FIELDS, read_chat
-from ecshare.router.client_request import SAVE_OPTIONS, TRANSFER_FIELDS, ClientRequest, Media
-from ecshare.router.engine_urls import engine_url
-from ecshare.router.errors import ApiError
-from ecshare.router.identity import identity, inline_url, is_inline
+from ecshare.router.api.chat import CHAT_ENDPOINT, MEDIA_FIELDS, read_chat
+from ecshare.router.api.client_request import SAVE_OPTIONS, TRANSFER_FIELDS, ClientRequest, Media
+from ecshare.router.api.errors import ApiError
+from ecshare.router.http.headers import request_id
+from ecshare.router.media.identity import identity, inline_url, is_inline
+from ecshare.router.options.engine_urls import engine_url
+from ecshare.router.stages import plan
 from tests.fuzz.running import fuzzed
 from tests.fuzz.values import ODD_TEXT, mutated, odd_text, values, written
 
@@ -244,5 +245,6 @@ def test_engine_urls_are_normalized_or_refused(front: str, text: str) -> None:
 @fuzzed(50)
 @given(odd_text)
 def test_accepted_request_ids_are_printable_ascii(text: str) -> None:
-    accepted = plan.acceptable_request_id(text)
-    assert accepted is None or (accepted.isprintable() and accepted.isascii())
+    accepted = request_id({"x-request-id": text})
+    assert accepted.isprintable()
+    assert accepted.isascii()

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from ecshare.router import plan
-from ecshare.router.chat import CHAT, MEDIA_FIELDS
-from ecshare.router.client_request import TRANSFER_FIELDS
-from ecshare.router.dialects import dialect_of, error_body, restated
-from ecshare.router.endpoints import PASSED_ON, SPLIT
-from ecshare.router.errors import ApiError
-from ecshare.router.prefilled import turns_of
-from ecshare.router.work import prompt_work
+from ecshare.router.api.chat import CHAT, MEDIA_FIELDS
+from ecshare.router.api.client_request import TRANSFER_FIELDS
+from ecshare.router.api.dialects import dialect_of, error_body, restated
+from ecshare.router.api.endpoints import PASSED_ON, SPLIT
+from ecshare.router.api.errors import ApiError
+from ecshare.router.api.turns import turns_of
+from ecshare.router.stages import plan
+from ecshare.router.stages.work import prompt_work
 from tests.fuzz.running import fuzzed
 from tests.fuzz.test_router import MAX_ITEMS, PIXELS, REQUESTS, URLS, media_of
 from tests.fuzz.values import mutated, values, written

@@ -12,7 +12,7 @@ from random import Random
 import pytest
 from aiohttp import web
 
-from ecshare.router.chat import CHAT
+from ecshare.router.api.chat import CHAT
 from ecshare.router.logs import OneLineFormatter
 from tests.ecshare.router.fake_engine import FakeEngine, Fleet, chat, decoded, fleet
 from tests.fuzz.running import cases, dice

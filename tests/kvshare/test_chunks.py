@@ -26,6 +26,7 @@ from tests.kvshare.toy import (
     objects,
     serve,
 )
+from tests.nightly import gate_tries_only
 from tests.releases import loads_may_hang
 
 BLOCK_BYTES = LAYERS * HEADS * BLOCK * 2 * HEAD_SIZE * 4
@@ -191,7 +192,7 @@ def lose(engine: ToyEngine, folder: Path, index: int) -> set[Path]:
 
 
 @loads_may_hang
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", gate_tries_only(range(2), range(8)))
 def test_random_prompts_and_store_damage_give_right_tokens(
     start: StartEngine, tmp_path: Path, seed: int
 ) -> None:

@@ -114,7 +114,7 @@ def test_engine_that_cannot_share_serves_and_logs_the_reason(
     assert "tokens/queried" not in engine.counts
 
 
-def test_engine_with_context_parallelism_says_at_start_what_to_leave_out(
+def test_engine_with_context_parallelism_logs_at_start_what_to_leave_out(
     text_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     parallel: dict[str, Any] = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}

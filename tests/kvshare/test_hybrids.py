@@ -26,6 +26,7 @@ from tests.kvshare.toy import (
     make_request,
     state_of,
 )
+from tests.nightly import gate_tries
 from tests.releases import needs_offered_states
 from tests.sibling import from_prefiller
 
@@ -308,7 +309,7 @@ def test_loaded_state_is_offered_even_while_its_request_waits(start_bare: StartB
     assert [each.is_scheduled for each in of_loaded] == [False, True]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", gate_tries(*range(2)))
 def test_every_offered_block_holds_the_state_of_its_tokens(
     start_bare: StartBare, seed: int
 ) -> None:

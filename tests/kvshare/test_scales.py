@@ -32,6 +32,7 @@ from tests.kvshare.toy import (
     engine_config,
     serve,
 )
+from tests.nightly import gate_tries
 from tests.releases import needs_packed_layouts
 
 pytestmark = needs_packed_layouts
@@ -125,7 +126,7 @@ def engine(start: StartEngine, text_model: Path) -> StartKind:
 
 
 @each_kind
-@pytest.mark.parametrize("layout", ["LBNHC", "LBHNC"])
+@pytest.mark.parametrize("layout", gate_tries("LBNHC", "LBHNC"))
 def test_second_engine_loads_all_whole_blocks(engine: StartKind, name: str, layout: str) -> None:
     first, second = engine(name, layout), engine(name, layout)
     for number, length in enumerate((7, 12, 13, 53)):
@@ -139,13 +140,13 @@ def test_second_engine_loads_all_whole_blocks(engine: StartKind, name: str, layo
 
 
 @each_kind
-def test_conversation_goes_on_in_another_engine(engine: StartKind, name: str) -> None:
+def test_conversation_continues_in_another_engine(engine: StartKind, name: str) -> None:
     engines = [engine(name, is_async=True) for _ in range(2)]
     check_conversation(*engines)
 
 
 @each_kind
-def test_both_halves_share_with_engines_of_their_size_alone(text_model: Path, name: str) -> None:
+def test_both_halves_share_only_with_engines_of_their_size(text_model: Path, name: str) -> None:
     found = caches(text_model, KINDS[name].layers, "LBNHC")
     for tp_size in (1, 2):
         config = engine_config(text_model, kv_cache_dtype=KINDS[name].dtype)
@@ -174,7 +175,7 @@ def misses(engine: ToyEngine) -> dict[str, float]:
     return {reason: count for reason, count in found.items() if reason and count}
 
 
-@each_kind
+@pytest.mark.parametrize("name", gate_tries(*KINDS))
 def test_blocks_of_another_release_are_misses(
     engine: StartKind, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -190,7 +191,7 @@ def test_blocks_of_another_release_are_misses(
     assert misses(engine(name)).get("layout")
 
 
-@each_kind
+@pytest.mark.parametrize("name", gate_tries(*KINDS))
 def test_blocks_of_another_kernel_are_misses(
     engine: StartKind, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -59,6 +59,9 @@ CASES = [
     *((name, layout) for name in MIXED_WINDOWS for layout in ("BLNHC", "BLHNC")),
     *((name, layout) for name in ONE_GROUP for layout in ("LBNHC", "LBHNC", "BLNHC")),
 ]
+CASES_OF_A_LAYOUT = [
+    pytest.param(*case, marks=[] if case[1] == "BLNHC" else pytest.mark.nightly) for case in CASES
+]
 each_case = pytest.mark.parametrize(("name", "layout"), CASES)
 
 
@@ -94,8 +97,8 @@ def test_second_engine_computes_no_block(engine: StartShaped, name: str, layout:
     assert "blocks/failed" not in second.counts
 
 
-@each_case
-def test_conversation_goes_on_in_another_engine(
+@pytest.mark.parametrize(("name", "layout"), CASES_OF_A_LAYOUT)
+def test_conversation_continues_in_another_engine(
     engine: StartShaped, name: str, layout: str
 ) -> None:
     """Other requests run beside it, and blocks are used again."""
@@ -118,7 +121,7 @@ def test_lost_object_of_either_shape_is_computed_again(
 
 
 @pytest.mark.parametrize("name", MIXED_WINDOWS)
-def test_engine_in_vllms_usual_layout_says_which_layout_helps(text_model: Path, name: str) -> None:
+def test_engine_in_vllms_usual_layout_logs_which_layout_helps(text_model: Path, name: str) -> None:
     config = engine_config(text_model)
     config.device_config.device_type = "cuda"
     assert refusal(config, caches(text_model, MIXED_WINDOWS[name], "BLNHC")) is None

@@ -36,6 +36,7 @@ from tests.kvshare.toy import (
     serve,
     window,
 )
+from tests.nightly import gate_tries
 from tests.releases import loads_may_hang, needs_offered_states
 
 __all__ = ["kv_of_4_bits"]
@@ -64,7 +65,7 @@ def end_of(prompt: Sequence[int]) -> int:
     return (len(prompt) - 1) // BLOCK * BLOCK
 
 
-def test_log_says_which_layers_are_shared_and_what_they_weigh(
+def test_log_names_the_shared_layers_and_their_bytes(
     start: StartEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "kvshare")
@@ -79,7 +80,7 @@ def test_log_says_which_layers_are_shared_and_what_they_weigh(
 @each_kind
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("chunk_blocks", [1, 5])
+@pytest.mark.parametrize("chunk_blocks", gate_tries(5, 1))
 def test_second_engine_computes_less_than_a_block(
     start: StartEngine,
     specs: Sequence[KVCacheSpec],
@@ -118,7 +119,7 @@ def test_prompt_computed_in_chunks_is_loaded(
 
 
 @each_kind
-def test_prompt_that_parts_in_the_middle_loads_up_to_a_state(
+def test_prompt_that_diverges_in_the_middle_loads_up_to_a_state(
     start: StartEngine, specs: Sequence[KVCacheSpec]
 ) -> None:
     """vLLM keeps a state at the end of each step; the others were never stored."""
@@ -203,7 +204,7 @@ def test_state_under_the_name_of_another_is_not_used(
     assert reader.counts["misses/corrupt"]
 
 
-def test_state_says_by_which_release_it_was_stored(
+def test_state_names_the_release_that_stored_it(
     start: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its kernels cannot be tried, and those of another release may order it in another way."""
@@ -233,9 +234,7 @@ def test_preempted_requests_get_right_tokens(
 
 
 @pytest.mark.parametrize("budget", [3, 7, 64])
-def test_request_never_holds_more_states_than_it_needs_by_our_count(
-    start: StartEngine, budget: int
-) -> None:
+def test_request_holds_at_most_the_states_that_we_count(start: StartEngine, budget: int) -> None:
     """The count decides how many requests load at a time."""
     engine = start(specs=hybrid(1), max_num_batched_tokens=budget, max_num_seqs=2)
     manager = engine.scheduler.kv_cache_manager
@@ -250,7 +249,9 @@ def test_request_never_holds_more_states_than_it_needs_by_our_count(
 
 
 @each_kind
-def test_nothing_is_lost_in_sleep(start: StartEngine, specs: Sequence[KVCacheSpec]) -> None:
+def test_states_stored_before_sleep_are_loaded_after_it(
+    start: StartEngine, specs: Sequence[KVCacheSpec]
+) -> None:
     engine = start(specs=specs, store=chunked(2), num_blocks=160)
     serve(engine, LONG, name="before")
     engine.connector.reset_cache()
@@ -286,7 +287,7 @@ def test_engines_with_other_layers_do_not_share(start: StartEngine) -> None:
 
 @loads_may_hang
 @each_kind
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", gate_tries(*range(4)))
 def test_random_prompts_and_store_damage_give_right_tokens(
     start: StartEngine, tmp_path: Path, specs: Sequence[KVCacheSpec], seed: int
 ) -> None:
@@ -312,7 +313,7 @@ def test_random_prompts_and_store_damage_give_right_tokens(
 
 
 @each_kind
-def test_chunks_and_states_behind_a_state_that_the_store_refused_are_stored(
+def test_chunks_and_states_after_a_state_that_the_store_refused_are_stored(
     gated: StartEngine, specs: Sequence[KVCacheSpec]
 ) -> None:
     """A later state needs the chunks before it, and no earlier state."""
@@ -328,7 +329,7 @@ def test_chunks_and_states_behind_a_state_that_the_store_refused_are_stored(
 
 @each_kind
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", gate_tries(True, False))
 def test_state_that_waits_for_memory_is_stored_with_the_chunks_that_wait(
     gated: StartEngine, specs: Sequence[KVCacheSpec], runner: RunnerName, is_async: bool
 ) -> None:
@@ -371,7 +372,7 @@ def short_of_memory(gated: StartEngine, ours: dict[str, Any]) -> ToyEngine:
 
 
 @each_kind
-@pytest.mark.parametrize("save_after", [2, 3])
+@pytest.mark.parametrize("save_after", gate_tries(2, 3))
 @pytest.mark.parametrize("chunk_blocks", [1, 3])
 @pytest.mark.parametrize("num_shared", [2, 8])
 def test_state_at_the_end_of_what_enough_prompts_share_is_stored(
@@ -400,7 +401,7 @@ def settle(engine: ToyEngine) -> None:
 
 
 @each_kind
-def test_engine_whose_buffer_holds_no_state_stores_nothing_and_says_so_once(
+def test_engine_whose_buffer_holds_no_state_stores_nothing_and_logs_it_once(
     start: StartEngine,
     tmp_path: Path,
     specs: Sequence[KVCacheSpec],

@@ -144,7 +144,7 @@ def half_of(each: KVCacheSpec) -> KVCacheSpec:
     return replace(each, num_kv_heads=each.num_kv_heads // RANKS)
 
 
-def test_engine_of_another_tp_size_finds_nothing_and_names_the_size_once(
+def test_engine_of_another_tp_size_finds_nothing_and_logs_the_size_once(
     text_model: Path, tmp_path: Path, start: StartEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     serve(start(specs=hybrid(2)), LONG)
@@ -165,17 +165,19 @@ def test_engine_of_another_tp_size_finds_nothing_and_names_the_size_once(
         reader.close()
 
 
-def test_engine_with_speculative_blocks_shares_nothing_and_says_so(
+def test_engine_with_speculative_blocks_shares_nothing_and_logs_it(
     text_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     specs = [
         replace(each, num_speculative_blocks=2) if isinstance(each, MambaSpec) else each
         for each in hybrid(2)
     ]
+    init_none_hash(sha256)
     config = hybrid_config(vllm_config(text_model, options(tmp_path)))
     half = KVShareConnector(config, KVConnectorRole.SCHEDULER, cache_config(64, specs)).scheduler
     try:
-        assert caplog.text.count("speculative decoding with recurrent layers is not supported") == 1
+        why_not = "speculative decoding with recurrent layers is not supported"
+        assert caplog.text.count(f"{why_not}: leave --speculative-config out") == 1
         assert half.num_loadable_tokens(make_request("r", LONG), 0) == 0
         assert half.finished(make_request("r", LONG)) is None
     finally:

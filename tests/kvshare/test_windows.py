@@ -25,6 +25,7 @@ from tests.kvshare.toy import (
     spec,
     window,
 )
+from tests.nightly import gate_tries
 from tests.releases import loads_may_hang
 
 W = 3 * BLOCK
@@ -43,7 +44,7 @@ each_kind = pytest.mark.parametrize("specs", GROUPS.values(), ids=GROUPS)
 
 @each_kind
 @pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("chunk_blocks", [1, 5])
+@pytest.mark.parametrize("chunk_blocks", gate_tries(5, 1))
 def test_the_second_engine_computes_one_token(
     start: StartEngine, specs: Sequence[KVCacheSpec], chunk_blocks: int, is_async: bool
 ) -> None:
@@ -92,9 +93,9 @@ def test_local_hit_is_not_loaded_again(start: StartEngine, specs: Sequence[KVCac
 
 
 @each_kind
-@pytest.mark.parametrize("save_after", [2, 3])
+@pytest.mark.parametrize("save_after", gate_tries(2, 3))
 @pytest.mark.parametrize("chunk_blocks", [1, 3])
-def test_prompt_that_vllm_has_cached_is_stored_once_it_was_seen_often_enough(
+def test_prompt_in_vllms_cache_is_stored_once_it_was_seen_often_enough(
     start: StartEngine, specs: Sequence[KVCacheSpec], chunk_blocks: int, save_after: int
 ) -> None:
     """A local hit has no blocks that a window has passed. vLLM's cache still has them."""
@@ -106,7 +107,7 @@ def test_prompt_that_vllm_has_cached_is_stored_once_it_was_seen_often_enough(
     assert serve(engine(store=chunked(chunk_blocks)), LONG).computed_prompt_tokens == 1
 
 
-def test_chunks_behind_one_whose_window_blocks_vllm_has_used_again_are_not_stored(
+def test_chunks_after_one_with_reused_window_blocks_are_not_stored(
     start: StartEngine,
 ) -> None:
     writer = start(specs=(spec(), window(W)), num_blocks=40, store=chunked(1, save_after=2))
@@ -291,7 +292,7 @@ def run_all(engine: ToyEngine, prompts: Sequence[list[int]]) -> None:
 
 @loads_may_hang
 @each_kind
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", gate_tries(*range(2)))
 def test_random_prompts_and_store_damage_give_right_tokens(
     start: StartEngine, tmp_path: Path, specs: Sequence[KVCacheSpec], seed: int
 ) -> None:

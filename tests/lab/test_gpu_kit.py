@@ -24,7 +24,7 @@ from lab.gpu_kit.kit import Bench, Check, Result, Skipped, play
 from lab.gpu_kit.layouts import DTYPES, LAYOUTS, SMALL, make_cache
 from lab.gpu_stand_in import Gpu, stand_in
 from tests.docs.pages import ROOT
-from tests.nightly import gate_tries_only
+from tests.nightly import gate_tries, gate_tries_only
 
 CHECKS = [check for part in (staging, kv, embeddings, memory, steps) for check in part.CHECKS]
 
@@ -45,7 +45,7 @@ def run(*arguments: str, without: Sequence[str] = ()) -> subprocess.CompletedPro
     )
 
 
-@pytest.mark.parametrize("without", [[], ["torch"], ["blake3", "vllm"]])
+@pytest.mark.parametrize("without", gate_tries([], ["torch"], ["blake3", "vllm"]))
 def test_kit_without_a_gpu_skips_all_with_one_line(without: list[str]) -> None:
     ran = run(without=without)
     assert ran.returncode == 0, ran.stderr
@@ -60,6 +60,7 @@ def test_missing_packages_are_named() -> None:
     assert "pip install msgspec blake3`" in ran.stderr
 
 
+@pytest.mark.nightly
 def test_kit_runs_without_vllm() -> None:
     ran = run("--device", "cpu", without=["vllm", "pytest", "transformers"])
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -21,15 +21,17 @@ ecshare_items_total{engine="1",event="encoded",model_name="m"} 3.0
 ecshare_items_total{engine="0",event="loaded",model_name="m"} 1.0
 vllm:prompt_tokens_by_source_total{engine="0",source="local_compute"} 1.2e+01
 process_open_fds 21.0
+ecshare_misses_total{engine="0",reason="late"} 4.0
 """
 
 
-def test_counters_are_summed_over_engines_by_event() -> None:
+def test_counters_are_summed_over_engines_by_event_or_reason() -> None:
     assert read_counters(PAGE) == {
         ("ecshare_items_total", "encoded"): 5,
         ("ecshare_items_total", "loaded"): 1,
         ("vllm:prompt_tokens_by_source_total", "local_compute"): 12,
         ("process_open_fds", ""): 21,
+        ("ecshare_misses_total", "late"): 4,
     }
 
 

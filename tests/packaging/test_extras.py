@@ -28,17 +28,18 @@ SOURCES = [path for package in ("ecshare", "kvshare") for path in (ROOT / packag
 # The extras that must suffice for each part of the wheel, the most specific part first.
 AREAS: list[tuple[str, set[str]]] = [
     ("ecshare/testing.py", {"testing"}),
-    ("ecshare/router/spans.py", {"router", "otel"}),
-    ("ecshare/router/trace.py", {"router", "otel"}),  # for type checkers
+    ("ecshare/router/telemetry/spans.py", {"router", "otel"}),
+    ("ecshare/router/telemetry/trace.py", {"router", "otel"}),  # for type checkers
     ("ecshare/router/", {"router"}),
     ("ecshare/store/cloud/store.py", {"s3"}),
     ("ecshare/store/cloud/errors.py", {"s3"}),
     ("ecshare/store/cloud/s3_account.py", {"s3"}),
     ("ecshare/store/", set()),
-    ("ecshare/cli.py", {"cli"}),
-    ("ecshare/doctor/", {"cli"}),
-    ("ecshare/commands/", {"gc"}),
-    ("ecshare/upkeep/", {"gc"}),
+    ("ecshare/cli.py", set()),
+    ("ecshare/doctor/", set()),
+    ("ecshare/commands/", {"cli"}),
+    ("ecshare/warm/", {"cli", "router"}),
+    ("ecshare/upkeep/", {"cli"}),
     ("ecshare/__main__.py", {"cli"}),
     ("ecshare/transfer/packing.py", {"engine", "zstd"}),
     ("ecshare/__init__.py", set()),
@@ -88,11 +89,15 @@ def test_extra_of_each_cloud_has_imports_of_cloud_store(extra: str) -> None:
     assert imported(ROOT / "ecshare/store/cloud/store.py") <= declared(extra)
 
 
-def test_bare_package_requires_four_packages() -> None:
-    assert declared() == {"blake3", "fsspec", "msgspec", "xxhash"}
+def test_bare_package_requires_five_packages() -> None:
+    assert declared() == {"blake3", "click", "fsspec", "msgspec", "xxhash"}
 
 
-@pytest.mark.parametrize("extra", ["cli", "router", "s3", "gcs", "azure", "s3fs", "zstd"])
+def test_cli_extra_installs_no_torch() -> None:
+    assert not declared("cli") & {"safetensors", "torch", "transformers", "vllm"}
+
+
+@pytest.mark.parametrize("extra", ["router", "s3", "gcs", "azure", "s3fs", "zstd"])
 def test_light_extras_install_no_engine(extra: str) -> None:
     assert not declared(extra) & {"numpy", "safetensors", "torch", "transformers", "vllm"}
 

@@ -215,8 +215,8 @@ def test_router_extra_is_small_and_enough_to_answer(
 
 def test_spans_need_only_otel_extra(wheel: str, empty: Empty) -> None:
     arguments = ("--decoder=http://127.0.0.1:9", "--otlp-traces-endpoint=http://127.0.0.1:9")
-    begins = f"from ecshare.router.arguments import parse_arguments as p; p({arguments!r})"
-    begins += "; from ecshare.router.spans import Spans; Spans.exported_to('http://127.0.0.1:9')"
+    begins = f"from ecshare.router.options.arguments import parse_arguments as p; p({arguments!r})"
+    begins += "; from ecshare.router.telemetry.spans import Spans; Spans.exported_to('http://127.0.0.1:9')"
     empty.install(f"{wheel}[router]", *PINNED)
     ran = empty.run("-c", begins)
     assert ran.returncode == 2

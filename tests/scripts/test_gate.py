@@ -13,7 +13,7 @@ PROGRAM = """#!/bin/sh
 echo "$(basename "$0") $*" | tr -s ' ' | tee -a {folder}/ran
 case "$(basename "$0") $*" in *"{fails}"*) exit 3;; esac
 """
-UNIT = "and not nightly -n 3"
+UNIT = "and not nightly -n 2"
 EVERY = [
     "ruff check",
     "mypy",
@@ -41,13 +41,11 @@ def test_gate_runs_and_shows_every_part(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     for part in EVERY:
         assert part in ran.stdout
-    *_, last = (tmp_path / "ran").read_text().splitlines()
-    assert "engine and not models" in last, "engines take all cores themselves"
 
 
 @pytest.mark.parametrize("fails", ["ruff check", "mypy", "-m packaging", UNIT, "not models"])
 def test_failed_part_fails_the_gate(tmp_path: Path, fails: str) -> None:
     ran = make_test(tmp_path, fails)
     assert ran.returncode != 0
-    assert UNIT in ran.stdout, "the unit tests run all the same"
-    assert ("engine and not models" in ran.stdout) == (fails == "not models")
+    assert UNIT in ran.stdout, "the other parts run all the same"
+    assert "engine and not models" in ran.stdout

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.docs.pages import ROOT
+from tests.nightly import gate_tries
 from tests.waiting import wait_until
 
 GOOD = "import pytest\ndef test_a(): pass\ndef test_b(): pytest.skip('why')\n"
@@ -129,7 +130,7 @@ def test_hanging_suite_is_ended_with_all_its_processes(
     assert not any(map(is_running, map(int, processes)))
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("sent", gate_tries(signal.SIGINT, signal.SIGTERM))
 def test_ctrl_c_ends_the_suite_and_the_table_is_printed(
     tmp_path: Path, sent: signal.Signals
 ) -> None:

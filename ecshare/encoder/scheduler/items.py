@@ -127,6 +127,10 @@ class Items:
         self.unsaved: dict[str, Item] = {}
         """The absent items without a save order yet, by identifier."""
 
+    def move(self, embeddings: Embeddings) -> None:
+        """Fetch `embeddings` from now on."""
+        self._embeddings = embeddings
+
     @property
     def has_room(self) -> bool:
         """Return whether another request may ask. True for an engine that only produces: it holds

@@ -34,6 +34,11 @@ class LoadPlan:
         """Record that a request may have the item loaded in this step."""
         self._promises[item.identifier] = LoadOrder(item.identifier, item.object_key)
 
+    @property
+    def has_promised(self) -> bool:
+        """Return whether anything was promised or ordered in this step."""
+        return bool(self._promises or self._orders)
+
     def is_promised(self, identifier: str) -> bool:
         """Return whether the item was promised in this step."""
         return identifier in self._promises

@@ -49,6 +49,10 @@ class SavePlan:
         # By request: the items that it must not announce.
         self._unannounced: dict[str, set[str]] = {}
 
+    def forget_cached(self) -> None:
+        """Forget what vLLM's encoder cache had: it was reset."""
+        self._without_tensor.clear()
+
     def consider(self, request: "Request", item: Item) -> None:
         """Record that `request` contains `item`, and whether that justifies its save."""
         num_seen = self._sightings.add(item.identifier) if self._sightings is not None else 1

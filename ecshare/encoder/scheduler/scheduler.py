@@ -14,12 +14,16 @@ This module records which requests need which items.
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from ecshare.encoder.config import OPTIONS_PATH, EncoderConfig
 from ecshare.encoder.facts import EncoderFacts, encoder_facts, encoder_namespace, refusal, role_of
 from ecshare.encoder.messages import Orders, Report, SaveOrder
+from ecshare.encoder.scheduler.cached_items import CachedItems
 from ecshare.encoder.scheduler.items import Item, Items, Phase
 from ecshare.encoder.scheduler.load_plan import LoadPlan
 from ecshare.encoder.scheduler.placeholders import Placeholders
@@ -35,9 +39,10 @@ from ecshare.plugin.idle import IdleSteps
 from ecshare.plugin.ledger import Ledger, open_ledger
 from ecshare.plugin.logs import log_host_cache, log_sharing
 from ecshare.plugin.metrics import CounterStats, counter_stats
+from ecshare.plugin.model_facts import Namespace
 from ecshare.plugin.start import start_with_namespace
-from ecshare.store.recent import Recent
 from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.upkeep.renewal import Record
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,8 +51,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Far more items than vLLM's encoder cache has room for.
-_MAX_CACHED = 10_000
 # vLLM's own identifiers have 64 characters. Those of clients may have any number. An item whose
 # identifier is longer than this is not shared: hashing megabytes on the scheduler thread would
 # delay every other request.
@@ -92,10 +95,7 @@ class EncoderScheduler:
         self._computed: dict[str, tuple[int, int]] = {}
         # Requests to fail, because an item can be neither loaded nor encoded.
         self._failing: set[str] = set()
-        # The items in vLLM's encoder cache, with their numbers of embeddings, as far as vLLM
-        # reports its contents: it does not report a reset. Empty on producers, which look up each
-        # item in order to store or announce it.
-        self._cached: Recent[str, int] = Recent(_MAX_CACHED)
+        self._cached = CachedItems()
 
     @classmethod
     def start(cls, vllm_config: "VllmConfig", config: EncoderConfig) -> "EncoderScheduler":
@@ -140,6 +140,7 @@ class EncoderScheduler:
         Items that end within `num_computed_tokens` are in the KV cache and are not needed. If an
         item can be neither loaded nor encoded, the request is marked for `take_unavailable`.
         """
+        self._advance()
         request_id, features = request.request_id, request.mm_features
         computed = self._computed.get(request_id)
         if computed and computed[0] == len(features) and computed[1] <= num_computed_tokens:
@@ -154,6 +155,8 @@ class EncoderScheduler:
             return True
         self._computed.pop(request_id, None)  # preempted, or its session continues
         self._engine.poll()
+        if self._is_left_out(request_id):
+            return not self._engine.epochs.must_wait and self._leave_out(request, needed)
         if request_id not in self._identifiers and not self._items.has_room:
             return False  # no look-up has begun, so `wait_s` does not run yet
         # A list, because `all` stops at the first False: all look-ups shall begin in this step.
@@ -194,13 +197,16 @@ class EncoderScheduler:
         """
         for identifier in evicted:
             self._cached.pop(identifier, None)
+        self._advance()
         self._items.flush()
         self._engine.begin_step()
         saves = self._save_orders(scheduled)
         self._loads.let_go()
-        if self._idle_steps.is_idle(scheduled) and self._identifiers and self._engine.in_flight:
+        is_idle = self._idle_steps.is_idle(scheduled)
+        awaits_store = self._identifiers and self._engine.in_flight
+        if is_idle and (awaits_store or self._engine.epochs.must_wait):
             self._engine.wait_idle()
-        return Orders(self._loads.take(), saves)
+        return Orders(self._loads.take(), saves, self._engine.epochs.num_stops)
 
     def finished(self, request: "Request") -> dict[str, Any] | None:
         """Release the items of `request`; return a producer's announcement, or None.
@@ -208,18 +214,24 @@ class EncoderScheduler:
         The announcement is vLLM's `ec_transfer_params`: by identifier, the placeholder metadata
         with which a consumer needs no pixels. It omits the items that are not in the store and will
         not be: those that this half has declined to store, and those that the store has lost and
-        that vLLM will not encode, because its own cache has an entry for them.
+        that vLLM will not encode, because its own cache has an entry for them. `stored`: the item
+        was in the store before, and was not encoded for this request.
         """
+        is_left_out = self._is_left_out(request.request_id) or not self._engine.epochs.may_share
+        stored = {each.identifier for each in request.mm_features if self.has(each.identifier)}
         self._failing.discard(request.request_id)
         self._computed.pop(request.request_id, None)
         self._release(request.request_id, set())
+        self._engine.epochs.left_out.discard(request.request_id)
         facts, unannounced = self._facts, self._saves.take_unannounced(request.request_id)
         if not facts.role.is_producer or not request.mm_features or not facts.is_shareable:
+            return None
+        if is_left_out:
             return None
         shared = [feature for feature in request.mm_features if self._is_shared(feature)]
         announced = self._placeholders.announcement(shared)
         return {
-            name: entry
+            name: entry | {"stored": True} if name in stored else entry
             for name, entry in announced.items()
             if name not in unannounced and not self._saves.has_declined(name)
         }
@@ -261,10 +273,9 @@ class EncoderScheduler:
 
     def can_do_without(self, request: "Request", num_computed_tokens: int) -> bool:
         """Do `ready`, but without loads: each item that `request` still needs must be encoded."""
-        return not self._facts.is_shareable or all(
-            self._placeholders.can_encode(feature) or self._fail(request)
-            for feature in request.mm_features
-            if _end(feature) > num_computed_tokens
+        return not self._facts.is_shareable or self._can_encode_all(
+            request,
+            [each for each in request.mm_features if _end(each) > num_computed_tokens],
         )
 
     def is_promised(self, identifier: str) -> bool:
@@ -277,7 +288,7 @@ class EncoderScheduler:
 
     def promised_orders(self) -> Orders:
         """Return the load orders of this step, and no save orders."""
-        orders = Orders(self._loads.take())
+        orders = Orders(self._loads.take(), num_stops=self._engine.epochs.num_stops)
         self._loads.let_go()
         return orders
 
@@ -303,11 +314,50 @@ class EncoderScheduler:
 
     def _save_orders(self, scheduled: dict[str, int]) -> tuple[SaveOrder, ...]:
         """Order the saves of the absent items that this step's requests need."""
-        if not self._facts.role.is_producer or not self._items.unsaved:
+        is_closed = not self._engine.epochs.may_share
+        if not self._facts.role.is_producer or not self._items.unsaved or is_closed:
             return ()
         # Each request and each item is visited once: a long queue may hold many of both.
         needed = set().union(*(self._identifiers.get(request_id, ()) for request_id in scheduled))
         return self._saves.orders(needed)
+
+    # --- epochs of the model; see `Epochs` ---
+
+    def _advance(self) -> None:
+        """Notice resets of vLLM's encoder cache, and epochs of the model."""
+        if self._loads.has_promised:
+            return  # in the middle of a step
+        if self._cached.take_reset() and self._engine.epochs.reset():
+            for request_id in list(self._identifiers):
+                self._release(request_id, set())
+            self._items.flush()
+            self._saves.forget_cached()
+        self._engine.epochs.advance(lambda: None, self._move)
+
+    def _move(self, record: Record) -> None:
+        """Share in the namespace of `record` from now on."""
+        namespace = Namespace(record.kind, record.namespace, record.facts)
+        embeddings = msgspec.structs.replace(self._facts.embeddings, namespace=namespace)
+        self._facts = replace(self._facts, embeddings=embeddings)
+        self._items.move(embeddings)
+        self._engine.move(record, write=self._facts.role.is_producer)
+
+    def _is_left_out(self, request_id: str) -> bool:
+        """Return whether no item is shared for a request. What earlier ones were promised is
+        loaded: the weights are still those of that time."""
+        epochs = self._engine.epochs
+        is_new = request_id not in self._identifiers
+        return request_id in epochs.left_out or (is_new and not epochs.may_share)
+
+    def _leave_out(self, request: "Request", needed: "Sequence[MultiModalFeatureSpec]") -> bool:
+        """Share no item of `request` from now on. Return whether it can be encoded without."""
+        self._engine.epochs.left_out.add(request.request_id)
+        return self._can_encode_all(request, needed)
+
+    def _can_encode_all(
+        self, request: "Request", needed: "Sequence[MultiModalFeatureSpec]"
+    ) -> bool:
+        return all(self._placeholders.can_encode(each) or self._fail(request) for each in needed)
 
     # --- items ---
 

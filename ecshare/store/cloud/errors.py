@@ -16,7 +16,7 @@ from ecshare.store.errors import (
     StoreUnavailable,
 )
 from ecshare.store.secrets import masked_text
-from ecshare.store.statuses import CONFLICTS, Conflict, may_pass, says_exists
+from ecshare.store.statuses import CONFLICTS, Conflict, is_full, may_pass, says_exists
 
 T = TypeVar("T")
 
@@ -119,6 +119,8 @@ def _meant(exc: Exception, key: str, *, finds: bool) -> Exception:
     if meaning is ObjectMissing and finds:
         return ObjectMissing(f"no object {key}")
     words = _words(exc, status, answer)
+    if is_full(code):
+        return StoreBusy(words)
     if code in _ARCHIVED:  # no engine can read it
         return ObjectCorrupt(f"{key} cannot be read: {words}")
     if meaning is StoreDenied or status in (401, 403) or code in _DENIED:

@@ -268,7 +268,7 @@ class DirectoryStore:
     def _put_copy(
         self, body: Buffer, name: str, folder: int, publish: Callable[[str, str, int], bool]
     ) -> bool:
-        # Left by a crash; temp_files.py removes it.
+        # Left by a crash; a cleaner of the store removes it (see ecshare/upkeep).
         temporary = temporary_name()
         # Read-only, because objects never change, and readers may have mapped the file.
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o400, dir_fd=folder)

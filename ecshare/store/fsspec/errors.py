@@ -15,7 +15,7 @@ from ecshare.store.errors import (
     StoreUnavailable,
 )
 from ecshare.store.secrets import masked_text
-from ecshare.store.statuses import CONFLICTS, Conflict, may_pass, says_exists
+from ecshare.store.statuses import CONFLICTS, Conflict, is_full, may_pass, says_exists
 
 T = TypeVar("T")
 
@@ -81,9 +81,11 @@ def _meant(exc: Exception, key: str, *, finds: bool) -> Exception:
         return ObjectUnreadable(f"{key} cannot be read: {_words(exc)}")
     if code in _UNUSABLE:
         return ObjectCorrupt(f"corrupt object: {key}: {_words(exc)}")
+    words = f"the store failed: {type(exc).__name__}: {_words(exc)}"
+    if is_full(code):
+        return StoreBusy(words)
     if isinstance(exc, PermissionError) or code in _DENIED:
         return StoreDenied(f"the store refuses us: {_words(exc)}")
-    words = f"the store failed: {type(exc).__name__}: {_words(exc)}"
     if isinstance(exc, FileExistsError) or status in CONFLICTS:
         # FileExistsError counts only if the filesystem did not translate it from a server's answer.
         exists = says_exists(status, code) if status else isinstance(exc, FileExistsError)

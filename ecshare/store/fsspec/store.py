@@ -9,6 +9,7 @@ import asyncio
 import base64
 import contextlib
 import inspect
+import math
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from datetime import datetime
@@ -305,7 +306,7 @@ class FsspecStore:
                     if is_safe_key(key):
                         with mapped_errors(key):  # its size and date may be malformed
                             found = ObjectInfo(
-                                Key(key), int(entry.get("size") or 0), modified_s(entry)
+                                Key(key), max(0, int(entry.get("size") or 0)), modified_s(entry)
                             )
                         yield found
 
@@ -420,6 +421,6 @@ def modified_s(entry: dict[str, Any]) -> float:
                 value = datetime.fromisoformat(value)
         if isinstance(value, datetime):
             return value.timestamp()
-        if isinstance(value, int | float):
+        if isinstance(value, int | float) and math.isfinite(value):
             return float(value)
     return 0.0

@@ -31,10 +31,9 @@ LOW_WATER = 0.9
 THREAD_NAME = "ecshare-evict"
 
 _TURN_NAME = ".evicting"
-# The process with the turn touches its lock file as a heartbeat. Without one for this long, the
-# process was stopped.
-TURN_WAIT_S = 2.0
-ROOM_WAIT_S = 0.25  # then other processes evict a few entries themselves
+# Who has waited so long for the process with the turn evicts a few entries itself: that process may
+# be stopped.
+ROOM_WAIT_S = 0.25
 _ROOM_PAUSE_S = 0.005
 STEP_ENTRIES = 16  # removed while the lock is held once: less than a millisecond
 RUN_ENTRIES = 10_000  # sorted at once, which blocks other threads; read in 50 ms
@@ -57,12 +56,14 @@ class Evictor:
         """
         self.usage = usage
         root = usage.root
-        self._turn = HostLock(f"{root}/{_TURN_NAME}", TURN_WAIT_S)
+        self._turn = HostLock(f"{root}/{_TURN_NAME}", ROOM_WAIT_S)
         try:
             turn = self._turn.attempt()
             if turn is not None:  # otherwise the process that has the turn counts
                 scan = _Scan(self, turn)
                 scan.run_if_short(partial(scan.recount, _drop))
+        except TimeoutError:
+            pass  # a stopped process holds the counter: entries are counted when it goes on
         except OSError as exc:
             raise ConfigError(
                 f"host_cache_dir: {root} cannot be used ({exc}); name another folder, or empty it"
@@ -76,15 +77,12 @@ class Evictor:
         Raises:
             OSError: the folder cannot be used.
         """
-        patience = self._turn.watch()
         waits_until_s = time.monotonic() + ROOM_WAIT_S
         while True:
             made = None if free_bytes else self.usage.create(num_bytes)
             if made is not None:
                 return made
             turn = self._turn.attempt()
-            if turn is None and patience.is_over():
-                turn = self._turn.take_over()
             if turn is not None:
                 is_room = self._make_room(turn, num_bytes, free_bytes)
                 free_bytes = 0
@@ -122,7 +120,7 @@ class Evictor:
             goal = min(goal, used - free_bytes)
         if used > goal:
             goal = min(goal, int(self.usage.limit_bytes * LOW_WATER))
-        return self.evict_in_steps(scan.with_heartbeat(heapq.merge(*runs)), used, goal)
+        return self.evict_in_steps(heapq.merge(*runs), used, goal)
 
     def _evict_inline(self, num_bytes: int, some: "list[_Found]") -> bool:
         """Evict the least recently used of `some`, at least a tenth of their bytes, to make room.
@@ -241,13 +239,6 @@ class _Scan:
             return None
         return self._run(work)
 
-    def with_heartbeat(self, entries: Iterable["_Found"]) -> "Iterator[_Found]":
-        """Yield `entries`, and touch the lock file regularly, as processes that wait expect."""
-        for n, each in enumerate(entries):
-            if n % STEP_ENTRIES == 0:
-                os.utime(self._turn)
-            yield each
-
     def recount(self, keep: Callable[[list["_Found"]], object]) -> int:
         """Remove files of dead writers, correct the counter and return the bytes in use.
 
@@ -261,7 +252,6 @@ class _Scan:
             total += sum(each.num_bytes for each in run)
             temporary += [each for each in run if each.is_temporary]
             keep(sorted(each for each in run if not each.is_temporary))
-            os.utime(self._turn)
             run = list(islice(self._files, RUN_ENTRIES))
         with self._room.usage.counter() as counter:
             used = counter.correct(total, self._count_before.turnover)

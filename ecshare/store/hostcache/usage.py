@@ -8,9 +8,8 @@ lock. A scan of the folder may miss files that are added, renamed or removed mea
 number in the file is the sum of the bytes of all these changes.
 
 A HostLock is a `flock` on a small file. The kernel releases it when its holder ends, in every case.
-But a holder may also be stopped, by a debugger, a frozen container or a dead disk. A process that
-has waited too long therefore replaces the file by a copy. The stopped process then holds the lock
-of a file that no process opens any more. When it continues, it does one step without exclusion.
+But a holder may also be stopped, by a debugger, a frozen container or a dead disk. Then each other
+process waits once, and adds and removes no entries until the holder goes on.
 """
 
 import contextlib
@@ -33,7 +32,6 @@ _COUNTER_NAME = ".used"
 COUNTER_WAIT_S = 1.0
 _MAX_TURNOVER = 1 << 62
 _LOCK_PAUSE_S = 0.0005
-_MOST_BYTES = 64
 
 
 class Usage:
@@ -168,19 +166,24 @@ class HostLock:
     """
 
     def __init__(self, path: str, patience_s: float) -> None:
-        """Take no lock yet. `patience_s`: how long a holder may hold the lock without writing to or
-        touching the file."""
+        """Take no lock yet. `patience_s`: no process holds it so long, unless it was stopped."""
         self._path = path
         self._patience_s = patience_s
+        self._is_stuck = False
 
     def take(self) -> int:
-        """Wait for the lock; return the open file, which the caller gives to `unlock_and_close`."""
-        patience: Patience | None = None
+        """Wait for the lock; return the open file, which the caller gives to `unlock_and_close`.
+
+        Raises:
+            TimeoutError: its holder was stopped. The next call does not wait again for that one.
+        """
+        until_s = time.monotonic() + (0 if self._is_stuck else self._patience_s)
         while (fd := self.attempt()) is None:
-            patience = patience or self.watch()
-            if patience.is_over() and (fd := self.take_over()) is not None:
-                return fd
+            if time.monotonic() > until_s:
+                self._is_stuck = True
+                raise TimeoutError(errno.ETIMEDOUT, "a stopped process holds it", self._path)
             time.sleep(_LOCK_PAUSE_S)
+        self._is_stuck = False
         return fd
 
     def attempt(self) -> int | None:
@@ -199,59 +202,6 @@ class HostLock:
             raise
         unlock_and_close(fd)
         return None
-
-    def watch(self) -> "Patience":
-        """Return a timer for a wait for this lock that starts now."""
-        return Patience(self._path, self._patience_s)
-
-    def take_over(self) -> int | None:
-        """Take the lock from a holder that was stopped, and return the open file; see `attempt`.
-
-        None: another process has taken it over meanwhile.
-        """
-        stuck = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            temporary = f"{os.path.dirname(self._path)}/.{secrets.token_hex(8)}.tmp"
-            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX)
-                os.write(fd, os.pread(stuck, _MOST_BYTES, 0))
-                if _has_name(stuck, self._path):
-                    os.rename(temporary, self._path)
-                    return fd
-                os.unlink(temporary)
-            except OSError:
-                unlock_and_close(fd)
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
-                raise
-            unlock_and_close(fd)
-            return None
-        finally:
-            os.close(stuck)
-
-
-class Patience:
-    """A timer for the wait for a lock. A heartbeat of the holder restarts it."""
-
-    def __init__(self, path: str, patience_s: float) -> None:
-        """Start the timer; see `HostLock.watch`."""
-        self._path = path
-        self._patience_s = patience_s
-        self._seen: tuple[int, int] | None = None
-        self._until_s = 0.0
-
-    def is_over(self) -> bool:
-        """Return whether the file was neither replaced nor written to for too long."""
-        try:
-            status = os.stat(self._path, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        seen = status.st_ino, status.st_mtime_ns
-        if seen != self._seen:
-            self._seen, self._until_s = seen, time.monotonic() + self._patience_s
-            return False
-        return time.monotonic() > self._until_s
 
 
 def unlock_and_close(fd: int) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs the facts in which an engine's namespace differs from others: why it finds nothing."""
+"""Logs the facts in which an engine's namespace differs from others, so that users see why it finds
+nothing."""
 
 import logging
 

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes in the store which objects an engine uses, so that a cleaner keeps them.
+"""Writes notes of use to the store, so that a cleaner keeps the objects that an engine uses.
 
-A note is written every few minutes, and only while the store has a cleaner: otherwise notes would
-pile up. A process that ends loses the uses of the last minutes.
+A note is written every few minutes and at the end, and only while the store has a cleaner:
+otherwise notes would pile up. The uses of the last minutes of a process that is killed are lost.
 """
 
 import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator
 
 from ecshare.store.errors import StoreDenied, StoreError
 from ecshare.store.integrity import Integrity
@@ -22,7 +21,8 @@ from ecshare.store.keys import (
     object_key,
     use_id_of,
 )
-from ecshare.store.objects import ObjectStore
+from ecshare.store.objects import ObjectStore, stored_at
+from ecshare.upkeep.notes import joined
 from ecshare.upkeep.record import MOST_PENDING, Name, UseRecord
 from ecshare.upkeep.uses import Uses, pack
 
@@ -30,82 +30,90 @@ logger = logging.getLogger(__name__)
 
 INTERVAL_S = 300.0
 _CHECK_S = 15.0
-# A store whose last clean-up is longer ago has no cleaner. Weeks apart are usual. By this host's
-# clock: hours do not matter.
+# A store that was not cleaned for longer has no cleaner: people may clean once a week. By this
+# host's clock, whose error of hours does not matter.
 _CLEANED_WITHIN_S = 8 * 86_400.0
-# Hashing names holds the interpreter's lock. So few at a time delay no hook.
-_SLICE = 256
+# Hashing names holds the interpreter's lock.
 _REST_S = 0.005
 
 
-async def note_uses(  # noqa: PLR0913 — what it writes, and where
-    store: ObjectStore,
-    record: UseRecord,
-    kind: Kind,
-    namespace: str,
-    integrity: Integrity | None,
-    timeout_s: float,
-) -> None:
-    """Write what `record` holds every few minutes, or earlier if it is half full, until cancelled.
+class NoteWriter:
+    """Writes what a `UseRecord` holds, from time to time. All runs on the I/O thread.
 
-    Runs on the I/O thread; raises nothing.
+    It bypasses StoreClient, as renewals do: no request waits for it.
     """
-    # Random, so that engines that started together do not always write at the same time.
-    due_s = time.monotonic() + INTERVAL_S * random.uniform(0.2, 1)
-    while True:
-        await asyncio.sleep(_CHECK_S)
-        if time.monotonic() < due_s and len(record) < MOST_PENDING // 2:
-            continue
-        due_s = time.monotonic() + INTERVAL_S
+
+    def __init__(  # noqa: PLR0913 — what it writes, and where
+        self,
+        store: ObjectStore,
+        record: UseRecord,
+        kind: Kind,
+        namespace: str,
+        integrity: Integrity | None,
+        timeout_s: float,
+    ) -> None:
+        self._store = store
+        self._record = record
+        self._kind = kind
+        self._namespace = namespace
+        self._integrity = integrity
+        self._timeout_s = timeout_s
+        self._turn = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Write a note every few minutes, or earlier if the record is half full, until cancelled.
+
+        Raises nothing.
+        """
+        # Random, so that engines that started together do not always write at the same time.
+        due_s = time.monotonic() + INTERVAL_S * random.uniform(0.2, 1)
+        level = logging.INFO
+        while True:
+            await asyncio.sleep(_CHECK_S)
+            if time.monotonic() < due_s and len(self._record) < MOST_PENDING // 2:
+                continue
+            due_s = time.monotonic() + INTERVAL_S
+            try:
+                await self.write()
+            except StoreDenied as exc:  # for good, or until a quota has room again
+                logger.log(level, "uses of stored objects are not noted: %s", exc)
+                level = logging.DEBUG
+            except (StoreError, TimeoutError) as exc:
+                logger.debug("uses of stored objects cannot be noted now: %s", exc)
+
+    async def write(self, rest_s: float = _REST_S) -> None:
+        """Empty the record, and write its uses as one note if the store has a cleaner.
+
+        `rest_s`: the pause after some hundred uses, for other threads.
+
+        Raises:
+            StoreError, TimeoutError: the note could not be written; its uses are lost.
+        """
+        async with self._turn:
+            if not len(self._record):
+                return
+            taken = self._record.take()
+            async with asyncio.timeout(self._timeout_s):
+                # 0 for a store that has no cleaner.
+                cleaned_s = await stored_at(self._store, CLEANED_PREFIX, CLEANED_KEY)
+            if time.time() - cleaned_s >= _CLEANED_WITHIN_S:
+                return
+            parts = []
+            for some in taken:
+                parts.append(Uses.of(self._row(*use) for use in some))
+                await asyncio.sleep(rest_s)
+            key = new_uses_key(self._kind)
+            async with asyncio.timeout(self._timeout_s):
+                await self._store.put(key, pack(joined(parts), key, self._integrity))
+
+    async def end(self, timeout_s: float) -> None:
+        """Write a last note, within `timeout_s`. Raises nothing."""
         try:
-            await write_note(store, record, kind, namespace, integrity, timeout_s)
-        except StoreDenied as exc:
-            logger.info("uses of stored objects are not noted: %s", exc)
-            record.stop()
-            return
+            async with asyncio.timeout(timeout_s):
+                await self.write(rest_s=0)
         except (StoreError, TimeoutError) as exc:
-            logger.debug("uses of stored objects cannot be noted now: %s", exc)
+            logger.debug("the last uses of stored objects are not noted: %s", exc)
 
-
-async def write_note(  # noqa: PLR0913 — as above
-    store: ObjectStore,
-    record: UseRecord,
-    kind: Kind,
-    namespace: str,
-    integrity: Integrity | None,
-    timeout_s: float,
-) -> None:
-    """Write what `record` holds as one note, if the store has a cleaner; `record` is empty then.
-
-    This bypasses StoreClient, as renewals do: no request waits for it.
-
-    Raises:
-        StoreError, TimeoutError: it could not be written, and is lost.
-    """
-    taken = record.take()
-    if not taken:
-        return
-    async with asyncio.timeout(timeout_s):
-        if not await _has_cleaner(store):
-            return
-    rows = [row async for row in _rows(taken, kind, namespace)]
-    key = new_uses_key(kind)
-    async with asyncio.timeout(timeout_s):
-        await store.put(key, pack(Uses.of(rows), key, integrity))
-
-
-async def _has_cleaner(store: ObjectStore) -> bool:
-    async for info in store.list(CLEANED_PREFIX):
-        if info.key == CLEANED_KEY:
-            return time.time() - info.modified_s < _CLEANED_WITHIN_S
-    return False
-
-
-async def _rows(
-    taken: list[tuple[Name, int, int]], kind: Kind, namespace: str
-) -> AsyncIterator[tuple[int, int, int]]:
-    for start in range(0, len(taken), _SLICE):
-        for name, age, position in taken[start : start + _SLICE]:
-            key = name if isinstance(name, Key) else object_key(kind, namespace, name)
-            yield use_id_of(key), age, position
-        await asyncio.sleep(_REST_S)
+    def _row(self, name: Name, age: int, position: int) -> tuple[int, int, int]:
+        key = name if isinstance(name, Key) else object_key(self._kind, self._namespace, name)
+        return use_id_of(key), age, position

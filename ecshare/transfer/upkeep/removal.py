@@ -7,7 +7,6 @@ not empty the store for all others.
 """
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections import deque
@@ -17,7 +16,7 @@ from concurrent.futures import Executor
 from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreError
 from ecshare.store.format import unseal
 from ecshare.store.integrity import Integrity
-from ecshare.store.objects import MOST_HASHED_BYTES, ObjectStat, read
+from ecshare.store.objects import MOST_HASHED_BYTES, ObjectStat, proof_missing, read
 from ecshare.transfer.client.priority import Priority
 from ecshare.transfer.client.store_client import StoreClient
 from ecshare.transfer.jobs import Fetch
@@ -154,16 +153,7 @@ class Removal:
         try:
             sealed = unseal(body, job.key, integrity=self._integrity)
         except ObjectCorrupt:
-            return _md5_proof_missing(stated, body)
+            return proof_missing(stated, body)
         # The checksum is right: the object arrived as it is stored.
         is_usable = job.accepts is None or job.accepts(sealed.spec)
         return "it is valid when read once more" if is_usable else None
-
-
-def _md5_proof_missing(stated: ObjectStat, body: memoryview) -> str | None:
-    """Return why `body` may differ from the stored bytes; None: its MD5 is the stored object's."""
-    if not stated.md5:
-        return "the store states no MD5 of it, so the damage may have happened on the way"
-    if hashlib.md5(body, usedforsecurity=False).hexdigest() != stated.md5:
-        return "its MD5 is not the one that the store states: it was damaged on the way"
-    return None

@@ -15,8 +15,9 @@ from typing import Any
 
 from msgspec import Struct
 
+from ecshare.store.epochs import FACT
 from ecshare.store.errors import StoreError
-from ecshare.store.keys import Key, Kind
+from ecshare.store.keys import Key, Kind, namespace_digest
 from ecshare.store.manifest import write_manifest, write_mark
 from ecshare.store.objects import ObjectStore
 
@@ -41,6 +42,15 @@ class Record(Struct, frozen=True):
         """Return the name of the record in messages."""
         what = "manifest and the size mark" if self.mark else "manifest"
         return f"the {what} of namespace {self.namespace}"
+
+    def in_epoch(self, number: int) -> "Record":
+        """Return the record of the same engine's namespace in that epoch. `self` is that of 0."""
+        if not number:
+            return self
+        facts = {**self.facts, FACT: number}
+        digest = namespace_digest(facts)
+        mark = Key(self.mark.replace(self.namespace, digest)) if self.mark else None
+        return Record(self.kind, digest, facts, mark)
 
     async def put(self, store: ObjectStore) -> None:
         """Write the manifest and the mark, each even if the other fails.

@@ -4,7 +4,7 @@
 import asyncio
 import logging
 import random
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -12,19 +12,20 @@ from typing import Any, TypeVar
 from ecshare.store.cloud.s3_region import wrong_region
 from ecshare.store.config import ConnectorConfig, StoreConfig
 from ecshare.store.errors import ConfigError, StoreBusy, StoreError
-from ecshare.store.folder.temp_files import sweep
+from ecshare.store.hostcache.cache import HostCache
 from ecshare.store.integrity import Integrity
 from ecshare.store.keys import Kind
 from ecshare.store.objects import ObjectStore, probe
 from ecshare.store.open import open_store
 from ecshare.store.secrets import masked_url
 from ecshare.transfer.client.store_client import StoreClient
-from ecshare.transfer.device.affinity import start_unbound
 from ecshare.transfer.upkeep.elected import ElectedCleaner
+from ecshare.transfer.upkeep.epochs import EpochReader, Epochs
+from ecshare.transfer.upkeep.filling import HostFiller
+from ecshare.transfer.upkeep.in_namespace import InNamespace
 from ecshare.transfer.upkeep.namespaces import NamespaceWatch
-from ecshare.transfer.upkeep.noting import note_uses
-from ecshare.transfer.upkeep.renewal import Record, renew, write_record
-from ecshare.upkeep.budget import Budget
+from ecshare.transfer.upkeep.renewal import Record
+from ecshare.upkeep.budget import Budget, tenant_scope
 from ecshare.upkeep.record import UseRecord
 
 logger = logging.getLogger(__name__)
@@ -63,16 +64,16 @@ class StartUp:
         self._watch: NamespaceWatch | None = None
         self.is_watching = False
         """True for an engine that only reads: its reads are reported to `compare_again`."""
-        self._comparing: asyncio.Task[None] | None = None
-        self._renewing: asyncio.Task[None] | None = None
-        self._noting: asyncio.Task[None] | None = None
-        self._cleaner: ElectedCleaner | None = None
+        self._lasting: dict[str, asyncio.Task[None]] = {}
+        self._in_namespace = InNamespace(store, integrity, config.io_timeout_s)
+        self.epochs = Epochs()
+        """Owned by the thread that submits jobs."""
+        self._threads: list[ElectedCleaner | HostFiller] = []
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
         """Return the background tasks, to be cancelled at the end."""
-        tasks = (self._comparing, self._renewing, self._noting)
-        return [task for task in tasks if task is not None]
+        return [*self._lasting.values(), *self._in_namespace.tasks]
 
     def probe(self, *, write: bool) -> bool:
         """See `TransferEngine.probe`."""
@@ -94,11 +95,13 @@ class StartUp:
             )
         return not reason
 
-    def begin(self, record: Record, *, write: bool) -> None:
+    def begin(self, record: Record, *, write: bool, live: bool) -> None:
         """See `TransferEngine.start_up`."""
         for warning in self._config.warnings(self._path):
             logger.warning("%s", warning)
         serves = self.probe(write=write)
+        if live:
+            self._follow(record, write=write, at_once=serves)
         watch = NamespaceWatch(self._client, record)
         if serves:
             # No time-out is needed: `compare` has its own, and never raises.
@@ -106,53 +109,75 @@ class StartUp:
         if not write:
             self._watch, self.is_watching = watch, True
             return
-        self._block_on(self._start_renewal(record, at_once=serves))
+        self._block_on(self._in_namespace.renew(record, at_once=serves))
         self._start_cleaner(record.kind)
-        if self._config.folder:
-            # A sweep may take long, and no request waits for it. If the process ends first, a later
-            # start does the rest.
-            start_unbound("ecshare-sweep", sweep, self._config.folder)
 
     def note(self, uses: UseRecord, kind: Kind, namespace: str) -> None:
         """Note `uses` in the store from now on, from time to time."""
-        self._block_on(self._start_noting(uses, kind, namespace))
+        self._block_on(self._in_namespace.note(uses, kind, namespace))
+
+    def move(self, uses: UseRecord, record: Record, *, write: bool) -> None:
+        """See `TransferEngine.move`."""
+        asyncio.run_coroutine_threadsafe(self._move(uses, record, write=write), self._loop)
+
+    async def _move(self, uses: UseRecord, record: Record, *, write: bool) -> None:
+        if self._watch is not None:
+            self._watch = NamespaceWatch(self._client, record)
+        await self._in_namespace.move(uses, record, write=write)
+
+    def _follow(self, record: Record, *, write: bool, at_once: bool) -> None:
+        """Follow the epochs of the model of `record`."""
+        config = self._config
+        model, timeout_s = str(record.facts.get("model", "")), config.io_timeout_s
+        reader = EpochReader(
+            self._store, model, self._integrity, timeout_s, self._loop, write=write
+        )
+        if at_once:
+            self._block_on(reader.read_first())
+        self._lasting["epochs"] = self._block_on(reader.start())
+        self.epochs.follow(reader, record, min(config.wait_s, timeout_s))
+
+    def fill(self, host: HostCache, record: Record, is_busy: Callable[[], bool]) -> None:
+        """Bring what was used last into `host` in the background, if the options say so."""
+        config = self._config
+        if isinstance(config, ConnectorConfig) and config.preload_bytes:
+            open_own = partial(open_store, config, self._path)
+            hot = HostFiller(open_own, host, record, self._integrity, config, is_busy)
+            self._threads.append(hot)
 
     def compare_again(self, *, is_hit: bool) -> None:
         """Record a hit or a miss of a read; compare namespaces if that is due."""
         if self._watch is not None and self._watch.is_due(is_hit=is_hit):
-            self._comparing = self._loop.create_task(self._watch.compare())
+            self._lasting["compare"] = self._loop.create_task(self._watch.compare())
+
+    def note_last(self, timeout_s: float) -> None:
+        """Note the uses of the last minutes, within `timeout_s`. Raises nothing."""
+        ending = asyncio.run_coroutine_threadsafe(self._in_namespace.end(timeout_s), self._loop)
+        with suppress(TimeoutError):  # the I/O thread hangs
+            ending.result(timeout_s + 1)
 
     def close(self) -> None:
-        """End the thread of the cleaner, if there is one."""
-        if self._cleaner is not None:
-            self._cleaner.close()
+        """End the threads of the cleaner and of the filling of the host cache, if there are any."""
+        for thread in self._threads:
+            thread.close()
 
     def _start_cleaner(self, kind: Kind) -> None:
         config = self._config
         if not isinstance(config, ConnectorConfig):
             return
-        max_bytes = {str(kind): config.max_bytes} if config.max_bytes is not None else {}
-        ttl_hours = {str(kind): config.ttl_hours} if config.ttl_hours is not None else {}
+        scope = tenant_scope(config.tenant) if config.tenant else str(kind)
+        max_bytes = {scope: config.max_bytes} if config.max_bytes is not None else {}
+        ttl_hours = {scope: config.ttl_hours} if config.ttl_hours is not None else {}
         if max_bytes or ttl_hours:
-            self._cleaner = ElectedCleaner(
+            cleaner = ElectedCleaner(
                 partial(open_store, config, self._path),
                 kind,
                 Budget(max_bytes, ttl_hours),
                 self._integrity,
                 config.call_timeout_s,
+                config.tenant,
             )
-
-    async def _start_renewal(self, record: Record, *, at_once: bool) -> None:
-        """Write `record`, `at_once` or in some minutes, and renew it from time to time."""
-        timeout_s = self._config.io_timeout_s
-        is_written = at_once and await write_record(self._store, record, timeout_s)
-        renewing = renew(self._store, record, timeout_s, is_written=is_written)
-        self._renewing = self._loop.create_task(renewing)
-
-    async def _start_noting(self, uses: UseRecord, kind: Kind, namespace: str) -> None:
-        timeout_s = self._config.io_timeout_s
-        noting = note_uses(self._store, uses, kind, namespace, self._integrity, timeout_s)
-        self._noting = self._loop.create_task(noting)
+            self._threads.append(cleaner)
 
     async def _probe_until_ready(self, *, write: bool) -> str:
         """Return why the store did not serve within `io_timeout_s`; "" if it did.

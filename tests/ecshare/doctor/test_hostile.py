@@ -124,7 +124,7 @@ def test_unlisted_manifest_is_checked_by_its_key(
 
     monkeypatch.setattr(DirectoryStore, "list", without)
     text = doctor("--read-only")[1]
-    assert f"{NAMESPACE}: 1 objects, 0.0 MB; its manifest is not listed" in text
+    assert f"{NAMESPACE}: 1 objects, 5,096 B; its manifest is not listed" in text
     assert "without a manifest" not in text
 
 

@@ -470,7 +470,7 @@ def test_namespaces_are_counted_one_by_one_beyond_the_limit(
     monkeypatch.setattr(contents, "MAX_COUNTED", 2)
     text = doctor()[1]
     for facts in many:
-        assert f"{namespace_digest(facts)}: 1 objects, 0.0 MB; its manifest is of 20" in text
+        assert f"{namespace_digest(facts)}: 1 objects, 5,096 B; its manifest is of 20" in text
 
 
 def test_number_of_named_namespaces_without_a_manifest_is_bounded(

@@ -17,7 +17,7 @@ from kvshare.config import KVConfig, TierConfig
 from tests.ecshare.conftest import Doctor
 
 KV_EXTRA, EC_EXTRA = "kv_connector_extra_config", "ec_connector_extra_config"
-EVERY = {
+EVERY: dict[str, Any] = {
     "storage_options": {},
     "epoch": "e",
     "folder_access": "group",
@@ -27,8 +27,11 @@ EVERY = {
     "host_cache_dir": "/h",
     "host_cache_bytes": 4,
     "integrity_key": "8f1c6e0b5a9d47233be1f0a47c5d9286e3b14f7a08c2d6599a61e7f4350bd8c2",
+    "accepted_integrity_key": "0b7d52a1f7e94c3c8f25c2f4d3f1a8e96b0c7d1e2f3a4b5c6d7e8f9012345678",
+    "integrity_name": "first",
+    "tenant": "acme",
 }
-BUDGET = {"max_bytes": 5, "ttl_hours": 0.5}
+BUDGET = {"max_bytes": 5, "ttl_hours": 0.5, "preload_bytes": 6}
 OWN: dict[type[StoreConfig], dict[str, Any]] = {
     EncoderConfig: {**BUDGET, "save": "durable", "save_after": 2},
     KVConfig: {

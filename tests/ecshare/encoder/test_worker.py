@@ -185,6 +185,19 @@ def test_save_order_is_fulfilled_once_by_a_later_step(start: Start, tmp_path: Pa
     assert not stored(tmp_path).exists()
 
 
+def test_save_order_is_void_once_sharing_has_stopped(start: Start, tmp_path: Path) -> None:
+    worker = start("producer", save="durable")
+    worker.begin_saves(Orders(saves=(SAVE,)), {})
+    worker.begin_saves(Orders(num_stops=1), {})
+    worker.save("picture", {"picture": EMBEDDING})
+    worker.settle()
+    assert not stored(tmp_path).exists()
+    worker.begin_saves(Orders(saves=(SAVE,), num_stops=1), {})
+    worker.save("picture", {"picture": EMBEDDING})
+    worker.settle()
+    assert stored(tmp_path).exists()
+
+
 def test_embedding_without_a_save_order_is_not_stored(start: Start, tmp_path: Path) -> None:
     worker = start("producer", save="durable")
     worker.save("picture", {"picture": EMBEDDING})

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from ecshare.plugin.model_facts import Namespace
 from ecshare.plugin.start import start_engine, start_with_namespace
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError
-from ecshare.store.keys import Kind, manifest_key
+from ecshare.store.keys import Kind, manifest_key, namespace_digest
 from ecshare.transfer.jobs import Lookup
 
 
@@ -41,6 +42,15 @@ def test_writer_stores_its_manifest_and_its_mark(config: StoreConfig) -> None:
     found = [done.value for done in engine.drain(10)]
     engine.close()
     assert found == [(True, True)]
+
+
+def test_tenant_has_a_namespace_of_its_own_and_others_keep_theirs(config: StoreConfig) -> None:
+    own = replace(config, tenant="acme")
+    engine, namespace = start_with_namespace(own, "options", namespace_of, write=True)
+    engine.close()
+    assert namespace.facts == {**namespace_of("").facts, "tenant": "acme"}
+    assert namespace.digest == namespace_digest(namespace.facts) != namespace_of("").digest
+    assert (Path(config.url) / manifest_key(Kind.KV, namespace.digest)).exists()
 
 
 @pytest.mark.parametrize(

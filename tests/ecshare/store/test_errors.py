@@ -14,7 +14,7 @@ CLASSES = [
 
 
 def test_module_docstring_shows_every_error_class() -> None:
-    assert len(CLASSES) == 10
+    assert len(CLASSES) == 11
     for each in CLASSES:
         assert each.__name__ in (errors.__doc__ or "")
 
@@ -26,6 +26,7 @@ def test_module_docstring_shows_every_error_class() -> None:
         (errors.ObjectMissing, FileNotFoundError),
         (errors.ObjectGivenUp, errors.ObjectMissing),
         (errors.ObjectCorrupt, ValueError),
+        (errors.ObjectForeign, errors.ObjectCorrupt),
         (errors.ObjectUnreadable, errors.ObjectCorrupt),
         (errors.StoreUnavailable, OSError),
         (errors.StoreDenied, PermissionError),

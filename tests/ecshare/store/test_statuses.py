@@ -185,3 +185,17 @@ async def test_read_is_retried_once_after_a_conflict(at: At, verb: str) -> None:
     refuse(server, verb, *[(409, "OperationAborted")] * 2)
     failed = await outcome(read(store, KEY, LIMIT) if verb == "get" else store.exists([KEY]))
     assert isinstance(failed, StoreBusy)
+
+
+FULL = [(403, "QuotaExceeded"), (400, "XMinioAdminBucketQuotaExceeded"), (507, "Odd")]
+
+
+@pytest.mark.parametrize("refusal", FULL)
+async def test_full_quota_may_pass_whatever_its_status(at: At, refusal: tuple[int, str]) -> None:
+    """It is no denial, and does not mean that the server lacks create-only requests."""
+    server, store = at
+    server.faults = {"put": always(refused(*refusal))}
+    assert isinstance(await outcome(store.put(KEY, BODY)), StoreBusy)
+    server.faults = {}
+    assert await store.put(KEY, BODY) is True
+    assert await store.put(KEY, b"other") is False

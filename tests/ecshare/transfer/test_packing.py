@@ -19,7 +19,7 @@ from ecshare.store import format as stored_format
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, ObjectCorrupt
 from ecshare.store.format import ITEM_BYTES, PROLOGUE_BYTES, TensorSpec, seal, unseal
-from ecshare.store.integrity import Integrity, open_integrity
+from ecshare.store.integrity import Integrity
 from ecshare.store.keys import FORMAT_VERSION, Kind, object_key
 from ecshare.transfer.device.staging import Staging
 from ecshare.transfer.engine import TransferEngine
@@ -54,7 +54,7 @@ def unpacked(body: Any, integrity: Integrity | None = None) -> memoryview | None
     return Packing("x").unpack(sealed, KEY, LIMIT_BYTES, integrity)
 
 
-@pytest.mark.parametrize("integrity", [None, open_integrity(SECRET, "options")])
+@pytest.mark.parametrize("integrity", [None, Integrity(SECRET.encode())])
 @pytest.mark.parametrize(("dtype", "most"), [("BF16", 0.75), ("F16", 0.9), ("F32", 0.9)])
 def test_unpacked_object_equals_the_packed_one(
     dtype: str, most: float, integrity: Integrity | None
@@ -249,7 +249,7 @@ def test_object_is_packed_in_the_store_and_unpacked_on_hosts(
 ) -> None:
     writer, reader = start("a", integrity_key=secret), start("b", integrity_key=secret, **room)
     payload = put(writer)
-    integrity = open_integrity(secret, "options")
+    integrity = Integrity(secret.encode()) if secret else None
     packed = unseal(memoryview(store.objects[KEY]), KEY, integrity=integrity)
     assert packed.spec.attributes["packed"] == "zstd"
     for _ in range(2):

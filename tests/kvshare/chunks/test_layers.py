@@ -171,7 +171,12 @@ OTHER_DTYPE = "set --kv-cache-dtype to another one, such as auto or fp8"
             "in mode 'align'",
             "with --enable-prefix-caching",
         ),
-        (engine(), (FULL, replace(STATE, num_speculative_blocks=2)), "speculative", "leave it out"),
+        (
+            engine(),
+            (FULL, replace(STATE, num_speculative_blocks=2)),
+            "speculative",
+            "leave --speculative-config out",
+        ),
         (
             engine(),
             (FULL, replace(STATE, block_size=32)),
@@ -238,9 +243,9 @@ OTHER_DTYPE = "set --kv-cache-dtype to another one, such as auto or fp8"
 def test_unsupported_engines_are_refused_with_the_reason_and_what_helps(
     config: Any, specs: tuple[Any, ...], reason: str, remedy: str
 ) -> None:
-    said = refusal(config, cache(*specs)) or ""
-    assert reason in said
-    assert remedy in said.partition(reason)[2]
+    sentence = refusal(config, cache(*specs)) or ""
+    assert reason in sentence
+    assert remedy in sentence.partition(reason)[2]
 
 
 @pytest.mark.parametrize(
@@ -262,25 +267,25 @@ def test_deployments_of_unsupported_kinds_are_refused(config: Any, says: str) ->
     ],
 )
 @needs_packed_layouts
-def test_groups_that_vllm_does_not_make_today_are_refused(
+def test_groups_of_kinds_that_vllm_does_not_make_yet_are_refused(
     specs: tuple[Any, ...], reason: str
 ) -> None:
     found = one_group(*specs)
     found.kv_cache_groups.append(KVCacheGroupSpec(["l.9"], FULL))
-    said = refusal(engine(), found) or ""
-    assert reason in said
-    assert LEAVE_OUT in said
+    sentence = refusal(engine(), found) or ""
+    assert reason in sentence
+    assert LEAVE_OUT in sentence
 
 
 def test_stage_without_a_layer_of_a_group_is_refused() -> None:
     found = cache(FULL, window(64))
     found.kv_cache_groups[1].layer_names.clear()
-    said = refusal(engine(), found) or ""
-    assert "no layer of a cache group" in said
-    assert said.endswith("lower --pipeline-parallel-size")
+    sentence = refusal(engine(), found) or ""
+    assert "no layer of a cache group" in sentence
+    assert sentence.endswith("lower --pipeline-parallel-size")
 
 
-def test_states_are_refused_if_vllm_does_not_say_where_they_are(
+def test_states_are_refused_if_vllm_does_not_hand_them_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(KVConnectorBlockState, "__dataclass_fields__", {})
@@ -336,7 +341,7 @@ def test_state_that_every_rank_holds_is_stored_by_one() -> None:
     assert [sets[1].is_written_by(Rank(rank, 2)) for rank in range(2)] == [True, False]
 
 
-def test_states_of_more_ranks_than_heads_are_found_under_the_names_they_are_stored_under() -> None:
+def test_replicated_states_of_more_ranks_than_heads_are_readable_at_their_own_size() -> None:
     """With equal states on all ranks, the heads alone would give another size."""
     one_head = replace(FULL, num_kv_heads=1)
     sets = layer_sets(cache(one_head, replace(STATE, tp_replicated=True)), 4, 2)
@@ -351,9 +356,9 @@ def test_states_that_every_rank_holds_are_not_mixed_with_divided_ones() -> None:
 def test_hisparse_pools_are_refused() -> None:
     seen = cache(FULL)
     seen.hisparse_host_num_blocks = 64
-    said = refusal(engine(), seen) or ""
-    assert "HiSparse keeps blocks in a pool" in said
-    assert said.endswith("leave HiSparseConnector and --attention-config.hisparse_config out")
+    sentence = refusal(engine(), seen) or ""
+    assert "HiSparse keeps blocks in a pool" in sentence
+    assert sentence.endswith("leave HiSparseConnector and --attention-config.hisparse_config out")
 
 
 def test_groups_with_equal_windows_form_one_layer_set() -> None:
@@ -379,8 +384,8 @@ def test_group_with_shapes_that_vllm_does_not_tell_apart_is_refused() -> None:
         found = one_group(FULL, other)
         seen = generate_scheduler_kv_cache_config([found])
         assert refusal(engine(), seen) is None
-        said = refusal(engine(), found)
-        assert said is None if why_not is None else why_not in (said or "")
+        sentence = refusal(engine(), found)
+        assert sentence is None if why_not is None else why_not in (sentence or "")
     # As in earlier releases.
     found.kv_cache_tensors = []
     assert "another shape" in (refusal(engine(), found) or "")
@@ -394,8 +399,8 @@ def test_shapes_that_vllm_does_not_tell_apart_are_refused_with_what_helps(
     assert (refusal(engine(), found) or "").endswith(f"cannot tell: {LEAVE_OUT}")
     config = engine()
     config.speculative_config = WITH_OWN_DRAFT
-    said = refusal(config, found) or ""
-    assert said.endswith("leave the draft model out (--speculative-config)")
+    sentence = refusal(config, found) or ""
+    assert sentence.endswith("leave the draft model out (--speculative-config)")
     monkeypatch.setattr(layers, "has_packed_layouts", lambda: False)
     assert (refusal(config, found) or "").endswith("use vLLM 0.32 or later")
 
@@ -460,16 +465,16 @@ def test_shapes_of_one_group_are_layer_sets_that_both_halves_agree_on(
 
 
 @needs_packed_layouts
-def test_single_rank_with_a_draft_of_another_shape_reads_no_other_size() -> None:
+def test_single_rank_with_a_draft_of_another_shape_reads_only_its_own_size() -> None:
     sets = layer_sets(one_group(FULL, GQA_DRAFT), 1, HEADS, has_own_draft=True)
     assert (own_tp_size(sets, 1), readable_tp_sizes(sets, 1)) == (1, (1,))
 
 
 @needs_packed_layouts
-def test_draft_without_mla_beside_mla_is_refused_if_no_option_says_that_it_is_a_draft() -> None:
+def test_draft_without_mla_beside_mla_is_refused_if_no_option_names_a_draft() -> None:
     """Each rank would be taken to hold all of it."""
-    said = refusal(engine(), one_group(MLA, GQA_DRAFT)) or ""
-    assert said.endswith(f"not a draft model's: {LEAVE_OUT}")
+    sentence = refusal(engine(), one_group(MLA, GQA_DRAFT)) or ""
+    assert sentence.endswith(f"not a draft model's: {LEAVE_OUT}")
 
 
 @pytest.mark.parametrize(
@@ -493,7 +498,7 @@ def test_most_kv_heads_returns_the_largest_count_of_any_layer(
     assert most_kv_heads(model) == expected
 
 
-def test_ranks_with_equal_heads_of_the_model_and_others_of_its_draft_store_each_their_own() -> None:
+def test_ranks_that_share_heads_of_the_model_but_not_of_its_draft_store_all_parts() -> None:
     """On four ranks the layers of both have one head each, so they are one layer set."""
     config = engine(tensor_parallel_size=4)
     config.model_config, draft = (model_of(heads=2), model_of(heads=4))

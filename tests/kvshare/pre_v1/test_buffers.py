@@ -157,12 +157,13 @@ def test_any_text_is_a_key(opened: Open, folder: dict[str, Any], tmp_path: Path,
     assert {path.name for path in tmp_path.iterdir()} == {"store"}
 
 
-def test_buffers_with_other_names_epochs_or_integrity_keys_are_separate(
+def test_buffers_with_other_names_epochs_tenants_or_integrity_keys_are_separate(
     opened: Open, folder: dict[str, Any]
 ) -> None:
     opened(KVStoreBuffer, folder).put("key", torch.ones(1))
     assert opened(KVStoreBuffer, folder, name="other").get("key") is None
     assert opened(KVStoreBuffer, folder | {"epoch": "2"}).get("key") is None
+    assert opened(KVStoreBuffer, folder | {"tenant": "acme"}).get("key") is None
     assert opened(KVStoreBuffer, folder | {"integrity_key": INTEGRITY_KEY}).get("key") is None
 
 

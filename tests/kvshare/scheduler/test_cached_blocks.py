@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's prefix cache holds is found by the hash of its tokens, and nothing else."""
+"""Blocks of vLLM's prefix cache are found by the hash of their tokens, and no others."""
 
 from collections.abc import Mapping
 
@@ -52,7 +52,7 @@ def cached(engine: ToyEngine, *foreign: tuple[int, int]) -> CachedBlocks:
     return states
 
 
-def test_blocks_that_are_found_hold_the_state(engine: ToyEngine) -> None:
+def test_found_blocks_hold_the_state(engine: ToyEngine) -> None:
     found = cached(engine).state(hashes(), END // BLOCK)
     assert sorted(found) == [0, 1]
     for group, block in found.items():
@@ -70,7 +70,7 @@ def test_state_of_other_tokens_is_not_found(engine: ToyEngine) -> None:
     assert not cached(engine).state(hashes()[1:], END // BLOCK - 1)
 
 
-def test_state_in_a_block_that_was_given_away_is_not_found(engine: ToyEngine) -> None:
+def test_state_in_a_block_that_vllm_has_reused_is_not_found(engine: ToyEngine) -> None:
     for number in range(5):
         serve(engine, [number, *LONG], name=str(number))
     assert not cached(engine).state(hashes(), END // BLOCK)
@@ -82,7 +82,7 @@ def test_state_that_another_connector_has_loaded_is_not_found(engine: ToyEngine)
         assert not cached(engine, place).state(hashes(), END // BLOCK)
 
 
-def test_blocks_that_a_window_has_passed_are_found(start: StartEngine) -> None:
+def test_blocks_behind_a_window_are_found(start: StartEngine) -> None:
     engine = start(specs=(spec(), window(2 * BLOCK)))
     serve(engine, LONG, max_tokens=1)
     (groups,) = (
@@ -103,6 +103,6 @@ def test_blocks_that_a_window_has_passed_are_found(start: StartEngine) -> None:
     assert not cached(engine).run(hashes(), groups, 12, 14), "the last block is not full"
 
 
-def test_none_is_found_before_vllm_has_a_cache(engine: ToyEngine) -> None:
+def test_no_block_is_found_before_vllm_has_a_cache(engine: ToyEngine) -> None:
     states = CachedBlocks(engine.connector.scheduler._facts.layer_sets, BLOCK, lambda _: False)
     assert not states.state(hashes(), END // BLOCK)

@@ -36,6 +36,7 @@ from kvshare.config import KVConfig
 from kvshare.messages import Orders, Report, announced_tokens, announcement
 from kvshare.scheduler import lookups
 from kvshare.scheduler.scheduler import KVScheduler
+from tests.ecshare.upkeep.stores import taken
 from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.toy import BLOCK, chunks_for, make_request
 
@@ -710,7 +711,7 @@ def test_odd_announcements_are_ignored(params: Any, expected: int) -> None:
 
 @pytest.mark.parametrize("writer", [1, 2, 3])
 @pytest.mark.parametrize("reader", [1, 2, 3])
-def test_only_a_pipeline_of_as_many_stages_awaits_what_is_announced(
+def test_only_a_pipeline_of_as_many_stages_awaits_announced_chunks(
     writer: int, reader: int
 ) -> None:
     request = make_request("r", PROMPT)
@@ -1164,7 +1165,7 @@ def test_whole_prompt_counts_as_used_when_its_request_ends(bench: StartBench) ->
     here.go_on(request, 7 * BLOCK, [])
     here.half.finished(request)
     hashes = request.block_hashes
-    assert here.engine.uses.take() == [
+    assert taken(here.engine.uses) == [
         (hashes[1], 0, 2),
         (hashes[3], 0, 4),
         (hashes[5], 0, 6),
@@ -1179,13 +1180,13 @@ def test_found_tail_counts_as_used(bench: StartBench) -> None:
     here.put(chunks)
     request = make_request("r", PROMPT)
     here.half.allocated(request, [[50, 51, 52, 53]], here.ask(request))
-    used = {name: position for name, _, position in here.engine.uses.take()}
+    used = {name: position for name, _, position in taken(here.engine.uses)}
     assert used[chunks[-1].key] == len(chunks)
 
 
-def test_request_that_computed_nothing_counts_as_no_use(bench: StartBench) -> None:
+def test_request_that_computed_nothing_records_no_use(bench: StartBench) -> None:
     here = bench()
     request = make_request("r", PROMPT)
     here.ask(request)
     here.half.finished(request)
-    assert here.engine.uses.take() == []
+    assert taken(here.engine.uses) == []

@@ -2,15 +2,17 @@
 """Beside another connector, below a real MultiConnector: its KV never gets into the store."""
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.request import Request
 
 from kvshare.scheduler.siblings import Siblings
 from lab.vllm_loop import RUNNERS, RunnerName
-from tests.kvshare.conftest import StartEngine, is_at_rest
+from tests.kvshare.conftest import StartEngine, is_at_rest, spin
 from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.toy import (
     BLOCK,
@@ -24,6 +26,7 @@ from tests.kvshare.toy import (
     spec,
     window,
 )
+from tests.nightly import gate_tries
 from tests.sibling import from_prefiller
 
 LONG = list(range(100, 100 + 5 * BLOCK + 3))
@@ -172,6 +175,60 @@ def test_prompt_is_computed_if_blocks_are_short_after_a_sibling_failed(start: St
     assert answer.computed_prompt_tokens == len(LONG)
 
 
+@BOTH_ORDERS
+def test_prompt_is_computed_if_blocks_are_short_after_a_sibling_failed_before_a_reset(
+    gated: StartEngine, *, is_behind: bool
+) -> None:
+    """vLLM still reserves the blocks, although all that is known of its cache is void."""
+    serve(gated(), LONG)
+    engine = gated(engine={"sibling": {"is_behind": is_behind}, "num_blocks": 10})
+    GatedFileSystem.close_gate("exists")
+    engine.add(failing("asked", LONG))
+    spin(engine, partial(is_looked_up, engine, "asked"), "no look-up")
+    engine.update_all()
+    assert engine.scheduler.reset_prefix_cache()
+    GatedFileSystem.open_gates()
+    engine.run_out()
+    assert engine.answers["asked"].tokens == expected_answer(LONG, 3)
+    assert engine.answers["asked"].computed_prompt_tokens == len(LONG)
+    assert is_at_rest(engine)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_preempted_request_waits_for_blocks_reserved_behind_it(
+    gated: StartEngine, *, is_async: bool
+) -> None:
+    """vLLM asks first about the preempted request. If that was offered a load that does not fit
+    beside the reserved blocks, none of the two would ever be admitted."""
+    engine = gated(engine={"sibling": {}, "num_blocks": 10, "is_async": is_async})
+    engine.add(make_request("first", LONG[: 2 * BLOCK], 4 * BLOCK))
+    spin(engine, lambda: bool(engine.answers["first"].tokens), "no tokens")
+    GatedFileSystem.close_gate("exists")
+    engine.add(failing("behind", [1, *LONG]))
+    spin(engine, partial(is_looked_up, engine, "behind"), "no look-up")
+    spin(engine, lambda: len(engine.answers["first"].tokens) > 3 * BLOCK, "no tokens")
+    engine.update_all()
+    engine.transfer.wait_idle()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    GatedFileSystem.open_gates()
+    engine.run_out()
+    assert engine.answers["first"].tokens == expected_answer(LONG[: 2 * BLOCK], 4 * BLOCK)
+    assert engine.answers["behind"].tokens == expected_answer([1, *LONG], 3)
+    assert is_at_rest(engine)
+
+
+def failing(name: str, prompt: list[int]) -> Request:
+    """Make a request whose load by the sibling fails as a whole."""
+    said = TOLD | from_prefiller(fails="request")
+    return make_request(name, prompt, 3, kv_transfer_params=said)
+
+
+def is_looked_up(engine: ToyEngine, name: str) -> bool:
+    """Return whether the request waits for a look-up in the store."""
+    tracked = engine.connector.scheduler._tracked.get(name)
+    return tracked is not None and tracked.lookup is not None and not tracked.lookup.is_over
+
+
 def test_blocks_computed_after_a_siblings_partial_load_are_not_stored(
     start: StartEngine, tmp_path: Path
 ) -> None:
@@ -224,7 +281,7 @@ def test_preempted_request_is_checked_again_for_foreign_blocks(
 
 @pytest.mark.parametrize("kind", SPECS)
 @pytest.mark.parametrize("brings", ["named", "always"])
-@SYNC_AND_ASYNC
+@pytest.mark.parametrize("is_async", gate_tries(True, False))
 def test_random_sibling_loads_never_reach_other_engines(
     start: StartEngine, kind: str, brings: str, *, is_async: bool
 ) -> None:

@@ -229,7 +229,7 @@ def test_blocks_after_the_last_state_are_counted_as_missed(bench: StartBench) ->
     assert stats.data["blocks/missed"] == 2
 
 
-def test_stored_chunk_that_is_of_no_use_is_not_stored_again(bench: StartBench) -> None:
+def test_stored_chunk_without_its_state_is_not_stored_again(bench: StartBench) -> None:
     """The state at its end was not stored."""
     here = bench(layer_sets=SETS, chunk_blocks=3)
     step(here, make_request("first", PROMPT), 0, 5 * BLOCK, {})
@@ -256,7 +256,7 @@ def test_state_is_loaded_to_the_block_before_the_first_computed_token(bench: Sta
     assert (state.layer_set, state.block_ids) == (STATES.number, ((60,), (70,)))
 
 
-def test_state_counts_to_what_a_load_under_way_moves(bench: StartBench) -> None:
+def test_state_counts_towards_the_bytes_of_a_load_in_flight(bench: StartBench) -> None:
     here = bench(layer_sets=SETS)
     store(here, PROMPT, 4)
     here.forget_host_cache()
@@ -275,7 +275,7 @@ def test_load_without_a_block_for_the_state_is_not_ordered(bench: StartBench) ->
         here.half.allocated(request, [[50, 51, 52, 53], [0] * 4, [0] * 4], here.ask(request))
 
 
-def test_state_is_not_loaded_if_vllm_goes_on_elsewhere(bench: StartBench) -> None:
+def test_state_is_not_loaded_if_vllm_computes_from_another_token(bench: StartBench) -> None:
     """Computed on from another token, with this state, all tokens would be wrong."""
     here = bench(layer_sets=SETS)
     store(here, PROMPT, 4)
@@ -295,7 +295,7 @@ def test_announced_prompt_waits_for_its_state(bench: StartBench) -> None:
     assert order.pieces[-1].block_ids == ((6,), (7,))
 
 
-def test_announced_states_of_another_tp_size_are_not_waited_for(
+def test_announced_states_of_another_tp_size_are_not_awaited(
     bench: StartBench, caplog: pytest.LogCaptureFixture
 ) -> None:
     here = bench(layer_sets=SETS)
@@ -338,7 +338,7 @@ def test_state_inside_a_block_is_not_stored(bench: StartBench) -> None:
     assert not states_in(found)
 
 
-def test_states_are_stored_when_the_chunks_since_the_last_one_weigh_as_much(
+def test_states_are_stored_when_the_chunks_since_the_last_one_have_as_many_bytes(
     bench: StartBench,
 ) -> None:
     here = bench(layer_sets=SETS)
@@ -371,7 +371,7 @@ def test_state_of_a_stored_chunk_is_not_stored_beyond_the_limit(bench: StartBenc
     assert not step(here, request, 0, 5 * BLOCK, {5 * BLOCK: [(1, 31), (2, 32)]})
 
 
-def test_state_of_a_request_of_which_nothing_is_computed_yet_is_not_stored(
+def test_state_handed_over_before_its_request_is_computed_is_not_stored(
     bench: StartBench,
 ) -> None:
     """Its limit is not known before."""
@@ -414,7 +414,7 @@ def test_loaded_state_counts_as_the_last_one_that_is_stored(bench: StartBench) -
     assert states_in(later)
 
 
-def test_request_that_begins_anew_stores_states_from_its_beginning_on(bench: StartBench) -> None:
+def test_restarted_request_stores_states_from_its_first_token_on(bench: StartBench) -> None:
     """The store may have lost those before the point where it was preempted."""
     here = bench(layer_sets=SETS)
     request = make_request("r", list(range(9 * BLOCK + 1)))
@@ -501,7 +501,7 @@ def test_blocks_to_which_running_states_are_copied_are_not_saved_afterwards(
         ((2,), 5, "state 5"),
     ],
 )
-def test_note_is_left_for_what_the_next_engine_waits_for(
+def test_absence_note_is_written_for_what_the_next_engine_awaits(
     bench: StartBench, ends: tuple[int, ...], computed: int, expected: str
 ) -> None:
     here = bench(layer_sets=SETS)
@@ -521,7 +521,7 @@ def test_note_is_left_for_what_the_next_engine_waits_for(
     assert [notes[path] for path in written] == [expected]
 
 
-def test_saves_under_way_that_a_look_up_misses_are_announced(bench: StartBench) -> None:
+def test_saves_in_flight_that_a_lookup_misses_are_announced(bench: StartBench) -> None:
     """Another request with the same beginning asks the store too early."""
     here = bench(layer_sets=SETS)
     request = make_request("r", PROMPT)
@@ -566,7 +566,9 @@ def test_state_has_memory_that_other_prompts_cannot_take(bench: StartBench) -> N
     assert states_in(found) == [((31,), (32,))]
 
 
-def test_state_inside_a_prompt_leaves_the_memory_for_the_last_one_alone(bench: StartBench) -> None:
+def test_state_inside_a_prompt_does_not_take_memory_reserved_for_the_last_one(
+    bench: StartBench,
+) -> None:
     """A prompt without its last state is of no use to the next turn of its conversation."""
     here = bench(layer_sets=SETS, options={"buffer_bytes": 6 * SLAB})
     request = make_request("r", PROMPT)
@@ -592,7 +594,7 @@ def test_decode_step_of_a_hybrid_costs_no_more_than_of_another_model(
 
 
 @pytest.mark.parametrize("prompt_blocks", [5, 200])
-def test_states_that_wait_for_memory_cost_as_much_however_long_the_prompt(
+def test_cost_of_states_that_wait_for_memory_does_not_grow_with_the_prompt(
     bench: StartBench, monkeypatch: pytest.MonkeyPatch, prompt_blocks: int
 ) -> None:
     """Of each prompt the chunks are stored already. vLLM's cache has all states."""

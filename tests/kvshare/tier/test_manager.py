@@ -21,6 +21,7 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from ecshare.store.errors import ConfigError
 from lab.servers.s3 import SeaweedFS
+from tests.ecshare.upkeep.stores import taken
 from tests.expiry import expire, renew_often, wait_until_there
 from tests.kvshare.tier.offloading import (
     BLOCK_BYTES,
@@ -68,6 +69,20 @@ def start(tmp_path: Path) -> Iterator[StartHost]:
             return started
 
         yield start
+
+
+def test_loaded_chunks_count_as_used(
+    start: StartHost, folder: dict[str, Any], tmp_path: Path
+) -> None:
+    one, two = start(folder), start(folder)
+    one.offload([1, 2, 3])
+    one.rest()
+    assert two.find([1, 2]) == [HIT, HIT]
+    names = {path.name for path in (tmp_path / "store" / "kv" / "2").rglob("*") if path.is_file()}
+    used = taken(two.tier.engine.uses)
+    assert [(age, position) for _, age, position in used] == [(0, 1), (0, 2)]
+    assert {str(name).rpartition("/")[2] for name, _, _ in used} < names
+    assert taken(one.tier.engine.uses) == []
 
 
 def test_chunks_are_loaded_on_another_host(start: StartHost, store: dict[str, Any]) -> None:

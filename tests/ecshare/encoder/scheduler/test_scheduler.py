@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler half against a real store, with vLLM's own configuration and requests."""
 
+import asyncio
 import fcntl
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -19,6 +20,7 @@ from vllm.multimodal.inputs import (
     MultiModalSharedField,
     PlaceholderRange,
 )
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
 from ecshare.encoder.config import EncoderConfig
 from ecshare.encoder.facts import encoder_namespace
@@ -26,13 +28,17 @@ from ecshare.encoder.messages import Orders, Report
 from ecshare.encoder.scheduler.scheduler import MAX_IDENTIFIER_CHARS, EncoderScheduler
 from ecshare.plugin.adapters import adapter_fingerprint
 from ecshare.plugin.ledger import open_ledger
+from ecshare.store.epochs import next_epoch
 from ecshare.store.format import TensorSpec
 from ecshare.store.hostcache.cache import open_host_cache
 from ecshare.store.keys import Key
+from ecshare.store.open import open_store
 from ecshare.transfer.device.staging import Staging
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import GiveUp, Handle, Lookup, Outcome, Put
 from ecshare.transfer.stats import summed
+from ecshare.transfer.upkeep import epochs
+from tests.ecshare.upkeep.stores import taken
 from tests.expiry import expire, renew_often, wait_until_there
 from tests.waiting import Clock, wait_until
 
@@ -203,7 +209,7 @@ def test_consumer_waits_until_the_item_is_in_the_host_cache(start: Start, store:
     scheduler.allocated(asked, 0)
     (load,) = scheduler.orders({"request": 20}).loads
     assert load.identifier == "picture"
-    assert [name for name, _, _ in scheduler.engine.uses.take()] == [load.key]
+    assert [name for name, _, _ in taken(scheduler.engine.uses)] == [load.key]
     assert scheduler.orders({"request": 1}).loads == ()
     assert scheduler.finished(asked) is None
     assert not scheduler.has("picture")
@@ -701,6 +707,10 @@ def test_producer_does_not_encode_stored_items(start: Start, store: Store) -> No
     scheduler.allocated(asked, 0)
     orders = scheduler.orders({"request": 20})
     assert (orders.loads, orders.saves) == ((), ())
+    assert (scheduler.finished(asked) or {})["picture"]["stored"] is True
+    new = request(feature("new"), name="new")
+    assert until_ready(scheduler, new)
+    assert "stored" not in (scheduler.finished(new) or {})["new"]
 
 
 def test_producer_does_not_announce_a_lost_item_it_will_not_encode(
@@ -994,3 +1004,107 @@ def test_manifest_is_renewed_before_expiry(
     renew_often(monkeypatch)
     start("ec_producer")
     wait_until_there(expire(tmp_path / "store"))
+
+
+# --- epochs: weights are updated in place ---
+
+
+@pytest.fixture
+def begin_epoch(
+    vllm_config: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[EncoderScheduler], int]:
+    """Begin an epoch, and wait until an engine has read it."""
+    monkeypatch.setattr(epochs, "READ_EVERY_S", 0.05)
+
+    async def begin() -> int:
+        store = open_store(config(tmp_path), "options")
+        return await next_epoch(store, str(vllm_config.model_config.model), None)
+
+    def begin_epoch(scheduler: EncoderScheduler) -> int:
+        number = asyncio.run(begin())
+        reader = scheduler.engine.epochs._reader
+        assert reader is not None
+        wait_until(lambda: reader.number == number)
+        return number
+
+    return begin_epoch
+
+
+def test_nothing_is_shared_from_an_epoch_until_the_encoder_cache_is_reset(
+    start: Start, store: Store, begin_epoch: Callable[[EncoderScheduler], int]
+) -> None:
+    store()
+    scheduler = start("ec_both")
+    old = request(feature(), name="old")
+    assert until_ready(scheduler, old)
+    assert scheduler.has("picture")
+    scheduler.allocated(old, 0)
+    scheduler.orders({"old": 1})
+    begin_epoch(scheduler)
+    assert scheduler.ready(old, 0), "what it was promised is of the weights that it began with"
+    scheduler.finished(old)
+    scheduler.orders({})
+    new = request(feature(), name="new")
+    assert scheduler.ready(new, 0)
+    assert not scheduler.has("picture")
+    scheduler.allocated(new, 0)
+    assert not scheduler.orders({"new": 1}).saves
+    assert scheduler.finished(new) is None, "nothing is announced"
+    bare = request(feature(pixels=False), name="bare")
+    assert not scheduler.ready(bare, 0)
+    assert scheduler.take_unavailable() == {"bare"}
+    scheduler.finished(bare)
+
+
+def test_running_requests_save_nothing_from_an_epoch_on(
+    start: Start, begin_epoch: Callable[[EncoderScheduler], int]
+) -> None:
+    """No request begins meanwhile: only steps tell. They may have save orders of earlier steps."""
+    scheduler = start("ec_both")
+    running = request(feature(), name="running")
+    assert until_ready(scheduler, running)
+    scheduler.allocated(running, 0)
+    before = scheduler.orders({})
+    begin_epoch(scheduler)
+    orders = scheduler.orders({"running": 1})
+    assert (orders.num_stops, orders.saves) == (before.num_stops + 1, ())
+    EncoderCacheManager(cache_size=64).reset()
+    assert scheduler.orders({"running": 1}).num_stops == before.num_stops + 2
+    wait_until(lambda: scheduler.orders({"running": 1}) and scheduler.engine.epochs.may_share)
+    assert not scheduler.orders({"running": 1}).saves, "it has run with the old weights"
+
+
+def test_new_epoch_has_items_of_its_own(
+    start: Start, store: Store, begin_epoch: Callable[[EncoderScheduler], int]
+) -> None:
+    store()
+    scheduler = start("ec_both")
+    running = request(feature(), name="running")
+    assert until_ready(scheduler, running)
+    scheduler.orders({})
+    number = begin_epoch(scheduler)
+    EncoderCacheManager(cache_size=64).reset()
+    assert until_ready(scheduler, running)
+    assert not scheduler.has("picture"), "the embedding is of the old weights"
+    scheduler.allocated(running, 0)
+    orders = scheduler.orders({"running": 1})
+    (save,) = orders.saves
+    assert orders.num_stops == 1
+    assert save.key.split("/")[2] != scheduler_namespace(scheduler, 0)
+    assert save.key.split("/")[2] == scheduler_namespace(scheduler, number)
+
+
+def scheduler_namespace(scheduler: EncoderScheduler, number: int) -> str:
+    record = scheduler.engine.epochs._record
+    assert record is not None
+    return record.in_epoch(number).namespace
+
+
+def test_reset_alone_changes_nothing_that_is_shared(start: Start, store: Store) -> None:
+    store()
+    scheduler = start("ec_consumer")
+    assert until_ready(scheduler, request(feature(), name="before"))
+    scheduler.orders({})
+    EncoderCacheManager(cache_size=64).reset()
+    assert until_ready(scheduler, request(feature(), name="after"))
+    assert scheduler.has("picture")

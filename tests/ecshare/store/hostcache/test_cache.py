@@ -302,20 +302,20 @@ def test_usage_file_locked_by_another_does_not_block(
     put(cache, 0)
     with (cache.root / ".used").open("rb") as held_by_another:
         fcntl.flock(held_by_another, fcntl.LOCK_EX)
-        put(cache, 1)
-        put(cache, 2)
+        assert cache.publish(KEYS[1], memoryview(bytes(KIB))) is None
         open_entry(cache, 0).close()
-    assert used_bytes(cache) == 30 * KIB
+    assert used_bytes(cache) == 10 * KIB
     put(cache, 3)
+    assert used_bytes(cache) == 20 * KIB
 
 
 @pytest.mark.parametrize("name", [".used", ".evicting"])
 def test_stopped_process_with_a_lock_does_not_block_others(
     cache: HostCache, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Meanwhile three times the cache's size is published."""
+    """Meanwhile three times the cache's size is published, and afterwards once."""
     monkeypatch.setattr(usage, "COUNTER_WAIT_S", 0.05)
-    monkeypatch.setattr(eviction, "TURN_WAIT_S", 0.05)
+    monkeypatch.setattr(eviction, "ROOM_WAIT_S", 0.05)
     held_up = "import fcntl, os, signal, sys; f = open(sys.argv[1], 'rb+'); "
     held_up += "fcntl.flock(f, fcntl.LOCK_EX); os.kill(os.getpid(), signal.SIGSTOP)"
     stopped = subprocess.Popen([sys.executable, "-c", held_up, str(cache.root / name)])
@@ -323,10 +323,16 @@ def test_stopped_process_with_a_lock_does_not_block_others(
         assert os.WIFSTOPPED(os.waitpid(stopped.pid, os.WUNTRACED)[1])
         others = [HostCache(cache.root, 100 * KIB) for _ in range(2)]
         for n in range(30):
-            put(others[n % 2], n)
+            entry = others[n % 2].publish(KEYS[n], memoryview(bytes(10 * KIB)))
+            assert (entry is None) == (name == ".used")
+            if entry is not None:
+                entry.close()
     finally:
         stopped.kill()
         stopped.wait()
+    for n in range(30, 40):
+        put(others[n % 2], n)
+    assert len(held(cache)) >= 8
     assert used_bytes(cache) == 10 * KIB * len(held(cache)) <= 100 * KIB
 
 

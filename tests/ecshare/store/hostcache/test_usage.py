@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,53 +80,27 @@ def test_attempt_does_not_wait(path: str) -> None:
     unlock_and_close(fd)
 
 
-def test_stopped_holder_loses_the_lock_and_its_writes(
-    path: str, stopped: "subprocess.Popen[bytes]"
-) -> None:
-    lock = HostLock(path, SHORT_S)
-    with held(lock) as fd:
-        assert os.pread(fd, 10, 0) == b"first"
-        os.pwrite(fd, b"second", 0)
-        assert lock.attempt() is None
-        stopped.send_signal(signal.SIGCONT)
-        assert stopped.wait() == 0
-    assert Path(path).read_bytes() == b"second"
-    with held(lock):
-        pass
-    assert os.listdir(os.path.dirname(path)) == [".lock"]
-
-
-def test_watch_ends_only_without_writes(path: str) -> None:
-    patience = HostLock(path, 0.0).watch()
-    assert not patience.is_over(), "the file does not exist yet"
-    Path(path).touch()
-    assert not patience.is_over()
-    assert patience.is_over()
-    os.utime(path, (1e9, 1e9))
-    assert not patience.is_over()
-    assert patience.is_over()
-    Path(path).unlink()
-    Path(path).write_bytes(b"of somebody who took over")
-    assert not patience.is_over()
-
-
-def test_one_of_two_concurrent_take_overs_succeeds(
+def test_stopped_holder_is_waited_for_once_until_it_goes_on(
     path: str, stopped: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock = HostLock(path, SHORT_S)
-    taken: list[int | None] = []
-    pread = os.pread
-
-    def meanwhile(*args: int) -> bytes:
-        monkeypatch.setattr(os, "pread", pread)
-        taken.append(lock.take_over())
-        return pread(*args)
-
-    monkeypatch.setattr(os, "pread", meanwhile)
-    assert lock.take_over() is None
-    assert taken[0] is not None
-    assert os.listdir(os.path.dirname(path)) == [".lock"]
-    unlock_and_close(taken[0])
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    with pytest.raises(TimeoutError, match="stopped"):
+        lock.take()
+    assert pauses
+    pauses.clear()
+    with pytest.raises(TimeoutError, match="stopped"):
+        lock.take()
+    assert len(pauses) <= 1, "it does not wait for the same holder again"
+    stopped.send_signal(signal.SIGCONT)
+    assert stopped.wait() == 0
+    with held(lock) as fd:
+        assert os.pread(fd, 10, 0) == b"LATER"
+    pauses.clear()
+    with held(lock), pytest.raises(TimeoutError):
+        lock.take()
+    assert len(pauses) > 1, "another holder is waited for"
 
 
 def test_symbolic_link_in_place_of_the_lock_is_an_error(path: str) -> None:

@@ -15,7 +15,7 @@ from ecshare.store.keys import Kind, manifest_key, namespace_digest, tp_size_key
 from ecshare.store.open import open_store
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Lookup, Outcome
-from ecshare.transfer.upkeep import renewal, start_up
+from ecshare.transfer.upkeep import in_namespace, renewal
 from ecshare.transfer.upkeep.renewal import Record
 from lab.servers.s3 import SeaweedFS
 from tests.bad_s3.faults import modes
@@ -238,6 +238,6 @@ def test_closed_engine_stops_its_renewal(
         finally:
             ended.append(True)
 
-    monkeypatch.setattr(start_up, "renew", renew)
+    monkeypatch.setattr(in_namespace, "renew", renew)
     start(str(tmp_path / "store")).close()
     assert ended
