@@ -54,11 +54,9 @@ APART_FROM = (
     "tests/engines/test_kv_float8.py",
     TWO_RELEASES,
 )
-# As in the Makefile: engines take all cores themselves.
-PARTS = {
-    "unit": ("-m", "not engine", "-n", "2", "--dist", "loadfile"),
-    "engines": ("-m", "engine"),
-}
+# As in the Makefile: engines that start leave half of two cores idle.
+BY_FILE = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
+PARTS = {"unit": ("-m", "not engine", *BY_FILE), "engines": ("-m", "engine", *BY_FILE)}
 OUTCOMES = ("passed", "failed", "skipped")
 
 

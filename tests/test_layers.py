@@ -26,7 +26,9 @@ BELOW_HALVES = BELOW_CONNECTORS | {
     "kvshare.config",
     "kvshare.messages",
 }
-ROUTER_LEAVES = {f"ecshare.router.{name}" for name in ("bounded_cache", "single_flight", "types")}
+ROUTER_LEAVES = {
+    f"ecshare.router.{name}" for name in ("bounded_cache", "siblings", "single_flight", "types")
+}
 BELOW_FLEET = ROUTER_LEAVES | {f"ecshare.router.{room}" for room in ("api", "http", "options")}
 ROUTER = BELOW_FLEET | {
     f"ecshare.router.{room}" for room in ("fleet", "media", "stages", "telemetry")
@@ -72,6 +74,7 @@ ALLOWED = {
     "ecshare.router.options": STORE | ROUTER_LEAVES,
     "ecshare.router.types": set(),
     "ecshare.router.bounded_cache": set(),
+    "ecshare.router.siblings": set(),
     "ecshare.router.single_flight": set(),
     "ecshare.testing": STORE,
     "ecshare.cli": STORE | {"ecshare.commands", "ecshare.doctor", "ecshare.router"},

@@ -24,7 +24,6 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m ecshare.
     """
     # Imported here: without the extra this module still says what is missing.
     try:
-        from ecshare.router.loop import relieve_collector, run
         from ecshare.router.options.arguments import parse_arguments
         from ecshare.router.server import serve
     except ModuleNotFoundError as exc:
@@ -37,8 +36,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m ecshare.
         ) from None
     config = parse_arguments(arguments, prog)
     logs.configure()
-    relieve_collector()
-    run(serve(config))
+    serve(config)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The router's routes."""
 
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any
 
+import msgspec
 from aiohttp import hdrs, web
 
 from ecshare.router.api.endpoints import PASSED_ON, SPLIT
@@ -18,7 +19,6 @@ from ecshare.router.fleet.probes import (
     Probes,
     Readiness,
     engine_state,
-    engine_states,
 )
 from ecshare.router.http.bodies import read_body
 from ecshare.router.http.connections import Runner
@@ -31,10 +31,12 @@ from ecshare.router.http.origins import Origins
 from ecshare.router.http.responses import end_stream, json_response, send
 from ecshare.router.media.identity import is_inline
 from ecshare.router.options.config import RouterConfig
+from ecshare.router.siblings import Siblings
 from ecshare.router.stages.pipeline import Pipeline
 from ecshare.router.telemetry.access_log import AccessLog
+from ecshare.router.telemetry.merging import merged
 from ecshare.router.telemetry.metrics import RouterMetrics, Sources
-from ecshare.router.telemetry.pages import Pages, Stages
+from ecshare.router.telemetry.pages import Known, Pages
 from ecshare.router.telemetry.recent import RecentRequests
 from ecshare.router.types import Stage
 
@@ -50,8 +52,12 @@ class Router:
     _pipeline: Pipeline
     _lists: ModelLists
 
-    def __init__(self, config: RouterConfig, clock_s: Callable[[], float]) -> None:
+    def __init__(
+        self, config: RouterConfig, clock_s: Callable[[], float], siblings: Siblings | None = None
+    ) -> None:
+        """`siblings`: the other workers, if the router has several."""
         self._config = config
+        self._siblings = siblings or Siblings()
         self._clock_s = clock_s
         urls = {
             Stage.ENCODE: config.encoders,
@@ -85,12 +91,12 @@ class Router:
         app.router.add_get("/health", self.health)
         decoders = self.pools[Stage.DECODE]
         readiness = Readiness(decoders, self._is_healthy, self.in_flight, self._clock_s)
-        probes = Probes(readiness, self._config.status_key, self.status)
+        probes = Probes(readiness, self._config.status_key, self._status)
         for path, handler in {
             "/live": probes.live,
             "/ready": probes.ready,
             "/status": probes.status,
-            **self._telemetry.pages(self._stages).routes(),
+            **self._telemetry.pages(self._siblings, self._all_known).routes(),
         }.items():
             app.router.add_get(path, handler)
         app.on_response_prepare.append(self._close_if_stopping)
@@ -111,11 +117,14 @@ class Router:
     async def _with_pipeline(self, app: web.Application) -> AsyncIterator[None]:
         events = self._telemetry.events
         self.client = EngineClient(self._config, self.pools, events)
-        self._pipeline = Pipeline(self._config, self.pools, self.client, events, self._clock_s)
+        self._pipeline = Pipeline(self._config, self.client, events, self._siblings, self._clock_s)
         self._lists = ModelLists(self.pools, self.client, self._clock_s)
+        self._siblings.answer("known", lambda _: msgspec.json.encode(self.known()))
+        await self._siblings.start()
         await self._fleet.start()
         yield
         await self._fleet.close()
+        await self._siblings.close()
         await self._lists.close()
         await self._pipeline.close()
         await self.client.close()
@@ -164,39 +173,62 @@ class Router:
         key = self._config.status_key
         is_full = key is not None and key.matches(http.headers.get(hdrs.AUTHORIZATION))
         checked = await self.health_checks.latest()
-        stages = self._shown(checked, is_full=is_full)
         healthy = {engine for engine, is_healthy in checked if is_healthy}
         groups = [group for pool in self.pools.values() if (group := pool.serving())]
         complete = all(healthy.intersection(group) for group in groups)
-        report: dict[str, Any] = {"status": "ok" if complete else "incomplete", "stages": stages}
+        report: dict[str, Any] = {"status": "ok" if complete else "incomplete"}
         if is_full:
-            report |= self.counts()
+            known = await self._all_known(checked)
+            report |= {"stages": known["engines"], **known["counts"]}
+        else:
+            stages = report["stages"] = {}
+            for engine, is_healthy in checked:
+                shown = {"name": engine.name, "healthy": is_healthy}
+                stages.setdefault(engine.stage, []).append(shown)
         return json_response(200 if complete else 503, report)
 
-    def status(self) -> dict[str, Any]:
-        """Return what holders of the status key are told."""
+    async def _status(self) -> dict[str, Any]:
+        """Return what holders of the status key are told, as far as it is known: no engine is
+        asked.
+        """
+        known = await self._all_known([])
+        return {
+            "draining": known["draining"],
+            "in_flight": known["in_flight"],
+            "stages": {
+                stage: {"in_flight": known["used"][stage], "engines": engines}
+                for stage, engines in known["engines"].items()
+            },
+            "memory": known["memory"],
+            **known["counts"],
+        }
+
+    async def _all_known(self, checked: Iterable[Checked] | None = None) -> dict[str, Any]:
+        """Return all that the router knows, with the result of a check of all engines."""
+        own = self.known(await self.health_checks.latest() if checked is None else checked)
+        theirs = await self._siblings.ask("known")
+        known: dict[str, Any] = merged([own, *(msgspec.json.decode(each) for _, each in theirs)])
+        return known
+
+    def known(self, checked: Iterable[Checked] = ()) -> dict[str, Any]:
+        """Return what this worker knows."""
+        healthy = {engine: {"healthy": is_healthy} for engine, is_healthy in checked}
         return {
             "draining": self.in_flight.is_draining,
             "in_flight": len(self.in_flight),
-            "stages": engine_states(self.pools, self._pipeline.limits.used),
+            "used": {stage: self._pipeline.limits.used(stage) for stage in self.pools},
+            "engines": {
+                stage: [
+                    engine_state(pool, each) | healthy.get(each, {})
+                    for each in (*pool, *pool.leaving)
+                ]
+                for stage, pool in self.pools.items()
+            },
             "memory": self._memory.used_bytes,
-            **self.counts(),
+            "memory_limit": self._memory.limit_bytes,
+            "counts": self.counts(),
+            "requests": self._telemetry.recent(),
         }
-
-    async def _stages(self) -> dict[str, list[dict[str, Any]]]:
-        """Check all engines, and return what is known of them, by stage."""
-        return self._shown(await self.health_checks.latest(), is_full=True)
-
-    def _shown(
-        self, checked: Iterable[Checked], *, is_full: bool
-    ) -> dict[str, list[dict[str, Any]]]:
-        stages: dict[str, list[dict[str, Any]]] = {}
-        for engine, healthy in checked:
-            told: dict[str, Any] = {"name": engine.name, "healthy": healthy}
-            if is_full:
-                told |= engine_state(self.pools[engine.stage], engine)
-            stages.setdefault(engine.stage, []).append(told)
-        return stages
 
     def counts(self) -> dict[str, Any]:
         """Return what was counted since the start. docs/metrics.md explains it."""
@@ -211,7 +243,6 @@ class Telemetry:
     """The subscribers that the options ask for, and their pages."""
 
     def __init__(self, config: RouterConfig, sources: Sources) -> None:
-        self._sources = sources
         self._key = config.status_key
         self._metrics = RouterMetrics(sources)
         self._recent = RecentRequests()
@@ -227,9 +258,13 @@ class Telemetry:
             subscribers.append(AccessLog())
         self.events = Events(subscribers)
 
-    def pages(self, stages: Stages) -> Pages:
-        """Return the pages for operators; `stages` returns what is known of the engines."""
-        return Pages(self._key, self._sources, self._metrics, self._recent, stages)
+    def pages(self, siblings: Siblings, known: Callable[[], Awaitable[Known]]) -> Pages:
+        """Return the pages for operators; `known` returns all that the router knows."""
+        return Pages(self._key, self._metrics, siblings, known)
+
+    def recent(self) -> list[dict[str, Any]]:
+        """Return the latest completions, the newest first."""
+        return self._recent.shown()
 
     def expect(self, routes: Iterable[str]) -> None:
         """Show the series of these routes from the start."""

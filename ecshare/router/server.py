@@ -1,44 +1,99 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router process: listens, logs which engines answer, and stops on a signal."""
+"""The router process: listens, logs which engines answer, and stops when it is told to."""
 
 import asyncio
 import logging
 import signal
+import socket
+import sys
 import time
+from collections.abc import Callable, Sequence
 
 import msgspec
 from aiohttp import web
 
 from ecshare.router.app import Router, make_runner
 from ecshare.router.http.connections import fitting_connections, raise_open_files
-from ecshare.router.loop import relieve_collector
-from ecshare.router.options.config import RouterConfig
+from ecshare.router.loop import relieve_collector, run
+from ecshare.router.options.config import RouterConfig, share_of
+from ecshare.router.siblings import Siblings
+from ecshare.router.workers import READY, Worker, listening, run_workers
 from ecshare.store.errors import ConfigError
 
 logger = logging.getLogger("ecshare.router")
 
 
-async def serve(config: RouterConfig) -> None:
+def serve(config: RouterConfig) -> None:
     """Serve until SIGINT or SIGTERM. Requests in flight then have `drain_s` to end, or until a
-    second signal.
+    second signal. Call it before any thread runs.
+
+    Raises:
+        SystemExit: it cannot start, with one sentence, or a worker has failed.
     """
-    stop, hurry = asyncio.Event(), asyncio.Event()
+    config = _with_fitting_connections(share_of(config))
+    try:
+        sockets = listening(config.host, config.port, config.workers)
+    except OSError as exc:
+        where = f"--host {config.host} --port {config.port}"
+        raise SystemExit(f"cannot listen on {where}: {exc}") from exc
 
-    def on_signal() -> None:
-        (hurry if stop.is_set() else stop).set()
+    def log_listening() -> None:
+        processes = f", {config.workers} workers" if config.workers > 1 else ""
+        logger.info("listening on http://%s:%d%s", config.host, config.port, processes)
 
+    relieve_collector()
+    if config.workers == 1:
+        run(_until_told(config, sockets[0], Siblings(), log_listening, _on_signals))
+        return
+    try:
+        worker = run_workers(sockets, log_listening)
+    except OSError as exc:
+        raise SystemExit(f"the workers cannot be started: {exc}") from exc
+    if isinstance(worker, int):
+        sys.exit(worker)
+    siblings = Siblings(worker.folder, worker.number, config.workers)
+
+    def tell_ready() -> None:
+        worker.parent.send(READY)
+
+    def on_told(told: Callable[[], None]) -> None:
+        asyncio.get_running_loop().add_reader(worker.parent, _read_told, worker, told)
+
+    run(_until_told(config, worker.sockets, siblings, tell_ready, on_told))
+
+
+def _on_signals(told: Callable[[], None]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    config = _with_fitting_connections(config)
-    router = Router(config, time.monotonic)
+        asyncio.get_running_loop().add_signal_handler(number, told)
+
+
+def _read_told(worker: Worker, told: Callable[[], None]) -> None:
+    """Stop as the first process says, or as it has ended itself."""
+    if not worker.parent.recv(1):
+        asyncio.get_running_loop().remove_reader(worker.parent)
+    told()
+
+
+async def _until_told(
+    config: RouterConfig,
+    sockets: Sequence[socket.socket],
+    siblings: Siblings,
+    on_listening: Callable[[], None],
+    listen_to_stop: Callable[[Callable[[], None]], None],
+) -> None:
+    """Serve on `sockets` until what `listen_to_stop` is given is called."""
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    listen_to_stop(lambda: (hurry if stop.is_set() else stop).set())
+    router = Router(config, time.monotonic, siblings)
     runner = make_runner(router, config)
     try:
         await runner.setup()
     except ConfigError as exc:
         raise SystemExit(str(exc)) from exc
     try:
-        await _listen(runner, config.host, config.port)
-        logger.info("listening on http://%s:%d", config.host, config.port)
+        for each in sockets:
+            await web.SockSite(runner, each).start()
+        on_listening()
         relieve_collector()
         logging_health = asyncio.create_task(_log_health(router))
         await stop.wait()
@@ -47,13 +102,6 @@ async def serve(config: RouterConfig) -> None:
         await router.in_flight.drain(config.drain_s, hurry)
     finally:
         await runner.cleanup()
-
-
-async def _listen(runner: web.BaseRunner, host: str, port: int) -> None:
-    try:
-        await web.TCPSite(runner, host, port).start()
-    except OSError as exc:
-        raise SystemExit(f"cannot listen on --host {host} --port {port}: {exc}") from exc
 
 
 def _with_fitting_connections(config: RouterConfig) -> RouterConfig:

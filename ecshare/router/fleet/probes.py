@@ -131,7 +131,10 @@ class Probes:
     """The routes."""
 
     def __init__(
-        self, readiness: Readiness, key: Secret | None, status: Callable[[], dict[str, Any]]
+        self,
+        readiness: Readiness,
+        key: Secret | None,
+        status: Callable[[], Awaitable[dict[str, Any]]],
     ) -> None:
         """`status` is what holders of the status key are told."""
         self._readiness = readiness
@@ -154,20 +157,7 @@ class Probes:
         if self._key is None or not self._key.matches(http.headers.get(hdrs.AUTHORIZATION)):
             message = "/status needs the router's --status-key, as Authorization: Bearer KEY."
             raise ApiError(401, message, code="status_key_needed")
-        return json_response(200, self._status())
-
-
-def engine_states(
-    pools: Mapping[Stage, EnginePool], used: Callable[[Stage], int]
-) -> dict[Stage, dict[str, Any]]:
-    """Return what is known of each stage and its engines; `used`: the requests in a stage."""
-    return {
-        stage: {
-            "in_flight": used(stage),
-            "engines": [engine_state(pool, each) for each in (*pool, *pool.leaving)],
-        }
-        for stage, pool in pools.items()
-    }
+        return json_response(200, await self._status())
 
 
 def engine_state(pool: EnginePool, engine: Engine) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 import msgspec
 
 from ecshare import __version__
-from ecshare.router.options.config import Option, RouterConfig
+from ecshare.router.options.config import Option, RouterConfig, share_of
 from ecshare.router.options.engine_urls import repeated_url
 from ecshare.router.options.engines_file import Urls, read_engines
 from ecshare.router.options.values import MIB, mebibytes
@@ -161,9 +161,11 @@ def parse_arguments(
         values |= {
             name: tuple(each) if isinstance(each, list) else each for name, each in given.items()
         }
-        return RouterConfig(**values | _engine_urls(values))
+        config = RouterConfig(**values | _engine_urls(values))
+        share_of(config)  # says what cannot be divided
     except ConfigError as exc:
         parser.error(str(exc))
+    return config
 
 
 def _from_file(path: Path) -> Iterator[tuple[str, Any]]:

@@ -6,11 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
+import msgspec
 from msgspec import Struct
 
 from ecshare.router.options import values as read
 from ecshare.router.options.secret import Secret
 from ecshare.router.options.values import MIB, Network
+from ecshare.store.errors import ConfigError
+
+_DIVIDED = ("max_in_flight_bytes", "max_connections")
+_LIMITS = ("max_encodes", "max_prefills", "max_decodes")
 
 
 class Option(NamedTuple):
@@ -51,6 +56,11 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
 
     port: Annotated[int, Option("--port", "PORT", read.port)] = 8000
     """Port to listen on."""
+
+    workers: Annotated[int, Option("--workers", "N", read.workers)] = 1
+    """Processes that serve the port together, each up to one core; they tell each other what they
+    remember of media and prompts, each has its own --max-index-mb, and all share the other limits;
+    one that dies is started again."""
 
     max_body_bytes: Annotated[int, Option("--max-body-mb", "MIB", read.mebibytes)] = 128 * MIB
     """Largest request body."""
@@ -198,3 +208,23 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     router_token: Annotated[str, Option("--router-key", "KEY", read.token)] = ""
     """Key that this router shares with engines behind a RouterGate, as env:NAME or file:/path:
     32 random bytes or more."""
+
+
+def share_of(config: RouterConfig) -> RouterConfig:
+    """Return the options of one worker: its share of what all of them may have together.
+
+    Raises:
+        ConfigError: a limit cannot be divided; names the option.
+    """
+    shares: dict[str, Any] = {
+        name: max(1, getattr(config, name) // config.workers) for name in _DIVIDED
+    }
+    for name in _LIMITS:
+        limit = getattr(config, name)
+        if 0 < limit < config.workers:
+            raise ConfigError(
+                f"argument --{name.replace('_', '-')}: {limit} cannot be divided among "
+                f"{config.workers} workers: give at least as many, or fewer --workers"
+            )
+        shares[name] = limit // config.workers
+    return msgspec.structs.replace(config, **shares)

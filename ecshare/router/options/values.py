@@ -25,6 +25,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 MIB = 1024 * 1024
 ANY_ORIGIN = "*"
+_MAX_WORKERS = 256
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}")
 # They belong to a connection or to a body, and the router makes its own.
 _NOT_FORWARDED = frozenset((
@@ -143,6 +144,15 @@ def count(text: str) -> int:
     """Return a whole number of at least 1."""
     if (number := _whole(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return number
+
+
+def workers(text: str) -> int:
+    """Return a number of processes."""
+    if not 1 <= (number := _whole(text)) <= _MAX_WORKERS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a whole number from 1 to {_MAX_WORKERS}"
+        )
     return number
 
 

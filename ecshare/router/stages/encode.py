@@ -8,10 +8,10 @@ from typing import NamedTuple
 from ecshare.router.api.chat import CHAT
 from ecshare.router.api.client_request import EC_PARAMS, ClientRequest, Media, Request
 from ecshare.router.fleet.client import EngineClient
-from ecshare.router.fleet.engines import EnginePool
 from ecshare.router.fleet.retries import Attempt, Retries
 from ecshare.router.http.context import RequestContext
 from ecshare.router.options.config import RouterConfig
+from ecshare.router.siblings import Siblings
 from ecshare.router.stages import plan
 from ecshare.router.stages.encoded import EncodedMedia, Reports
 from ecshare.router.stages.limits import Slot, StageLimits
@@ -40,17 +40,17 @@ class Encode:
     def __init__(
         self,
         config: RouterConfig,
-        pools: Mapping[Stage, EnginePool],
         client: EngineClient,
         retries: Retries,
         limits: StageLimits,
+        siblings: Siblings,
     ) -> None:
-        self._pools = pools
+        self._pools = client.pools
         self._client = client
         self._retries = retries
         self._limits = limits
         self._takes_adapters_as_base = config.adapter_encoders == "base"
-        self.index = EncodedMedia(config.max_index_bytes, config.stage_timeout_s)
+        self.index = EncodedMedia(config.max_index_bytes, config.stage_timeout_s, siblings)
 
     def request_for(self, client: ClientRequest) -> ClientRequest | None:
         """Return the request that E gets the media of; None: no E serves its model, or its

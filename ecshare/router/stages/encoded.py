@@ -9,10 +9,12 @@ from msgspec import Struct
 
 from ecshare.router.api.errors import EngineError
 from ecshare.router.bounded_cache import BoundedCache
+from ecshare.router.siblings import Siblings
 from ecshare.router.single_flight import SingleFlight
 from ecshare.router.stages.plan import Metadata
 from ecshare.store.threads import gather_all
 
+_TOPIC = "encoded"
 _MAX_ENTRIES = 1_000_000
 _ENTRY_BYTES = 500
 """Memory of one entry besides its JSON, roughly."""
@@ -37,8 +39,10 @@ class EncodedMedia:
     A key stands for all that a report depends on.
     """
 
-    def __init__(self, max_bytes: int, patience_s: float) -> None:
+    def __init__(self, max_bytes: int, patience_s: float, siblings: Siblings) -> None:
         """`patience_s`: how long a request waits for E's answer to another one at most."""
+        self._siblings = siblings
+        siblings.hear(_TOPIC, self._hear)
         self._index: BoundedCache[bytes, bytes] = BoundedCache(_MAX_ENTRIES, max_bytes)
         self._asking: SingleFlight[bytes, tuple[Metadata | None, bool]] = SingleFlight()
         self._patience_s = patience_s
@@ -85,12 +89,13 @@ class EncodedMedia:
         known = {key: self._index.get(key) for key in keys}
         for key in known:
             self._index.discard(key)
+            self._siblings.tell(_TOPIC, key, None)
         try:
             yield
         except EngineError:
             for key, json in known.items():
                 if json is not None and key not in self._index:
-                    self._index.put(key, json, len(json) + _ENTRY_BYTES)
+                    self._put(key, json)
             raise
 
     def status(self) -> dict[str, int]:
@@ -103,6 +108,16 @@ class EncodedMedia:
             "memory": self._index.num_bytes,
             "evicted": self._index.num_evicted,
         }
+
+    def _put(self, key: bytes, json: bytes) -> None:
+        self._hear(key, json)
+        self._siblings.tell(_TOPIC, key, json)
+
+    def _hear(self, key: bytes, json: bytes | None) -> None:
+        if json is None:
+            self._index.discard(key)
+        else:
+            self._index.put(key, json, len(json) + _ENTRY_BYTES)
 
     async def _report(self, key: bytes, ask: Ask) -> tuple[Metadata | None, bool]:
         """Return a report that was not in the index, and whether E was not asked for it here."""
@@ -117,8 +132,7 @@ class EncodedMedia:
             self._num_asked += 1
             metadata = await ask()
             if metadata is not None:  # else nobody knows whether it is stored
-                json = msgspec.json.encode(metadata)
-                self._index.put(key, json, len(json) + _ENTRY_BYTES)
+                self._put(key, msgspec.json.encode(metadata))
             return metadata, False
 
         report = await self._asking.run(key, found, self._patience_s)

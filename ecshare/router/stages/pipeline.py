@@ -9,7 +9,7 @@ left, D gets the media and does all three.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
@@ -17,12 +17,12 @@ from aiohttp import web
 from ecshare.router.api.client_request import Media
 from ecshare.router.api.errors import ApiError, EngineError
 from ecshare.router.fleet.client import EngineClient
-from ecshare.router.fleet.engines import EnginePool
 from ecshare.router.fleet.retries import Retries, RetryBudget
 from ecshare.router.http.context import RequestContext
 from ecshare.router.http.events import Events
 from ecshare.router.media.loader import MediaLoader
 from ecshare.router.options.config import RouterConfig
+from ecshare.router.siblings import Siblings
 from ecshare.router.stages import plan
 from ecshare.router.stages.decode import LOST_STATUSES, Decode
 from ecshare.router.stages.encode import Encode
@@ -41,16 +41,16 @@ class Pipeline:
     def __init__(
         self,
         config: RouterConfig,
-        pools: Mapping[Stage, EnginePool],
         client: EngineClient,
         events: Events,
+        siblings: Siblings,
         clock_s: Callable[[], float],
     ) -> None:
         self._refuses_overload = config.when_overloaded == "refuse"
         self._events = events
         self.media = MediaLoader(config)
         self.limits = StageLimits(
-            pools,
+            client.pools,
             {
                 Stage.ENCODE: config.max_encodes,
                 Stage.PREFILL: config.max_prefills,
@@ -59,11 +59,11 @@ class Pipeline:
         )
         self.retry_budget = RetryBudget(config.retry_share, clock_s)
         keeps_affinity = config.balance == "affinity"
-        retries = Retries(pools, self.retry_budget, events, keeps_affinity=keeps_affinity)
-        prompts = PrefilledPrompts(config.max_index_bytes, config.max_new_tokens, clock_s)
-        self._encode = Encode(config, pools, client, retries, self.limits)
+        retries = Retries(client.pools, self.retry_budget, events, keeps_affinity=keeps_affinity)
+        prompts = PrefilledPrompts(config.max_index_bytes, config.max_new_tokens, clock_s, siblings)
+        self._encode = Encode(config, client, retries, self.limits, siblings)
         self._decode = Decode(config, client, retries)
-        self._prefill = Prefill(config, pools, client, retries, self.limits, self._decode, prompts)
+        self._prefill = Prefill(config, client, retries, self.limits, self._decode, prompts)
         self._counts = {"fallbacks": 0, "repeated": 0}
 
     async def close(self) -> None:

@@ -2,7 +2,7 @@
 """Prefill: P prefills a prompt, unless it has stored it. D may load while P computes."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from aiohttp import web
 
@@ -11,7 +11,7 @@ from ecshare.router.api.client_view import PrefillUsage
 from ecshare.router.api.errors import EngineError
 from ecshare.router.api.turns import turns_of, with_json_of
 from ecshare.router.fleet.client import EngineClient
-from ecshare.router.fleet.engines import Engine, EnginePool
+from ecshare.router.fleet.engines import Engine
 from ecshare.router.fleet.retries import Attempt, Retries
 from ecshare.router.http.context import RequestContext
 from ecshare.router.options.config import RouterConfig
@@ -28,14 +28,13 @@ class Prefill:
     def __init__(  # noqa: PLR0913 — the parts that all stages share
         self,
         config: RouterConfig,
-        pools: Mapping[Stage, EnginePool],
         client: EngineClient,
         retries: Retries,
         limits: StageLimits,
         decode: Decode,
         index: PrefilledPrompts,
     ) -> None:
-        self._pool = pools[Stage.PREFILL]
+        self._pool = client.pools[Stage.PREFILL]
         self._client = client
         self._retries = retries
         self._limits = limits

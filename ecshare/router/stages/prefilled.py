@@ -8,13 +8,16 @@ looks KV up by its own tokens.
 from collections.abc import Callable
 from typing import NamedTuple
 
+import msgspec
 from msgspec import Struct
 
 from ecshare.router.api.client_request import Request
 from ecshare.router.api.turns import Turn
 from ecshare.router.bounded_cache import BoundedCache
+from ecshare.router.siblings import Siblings
 from ecshare.router.stages import plan
 
+_TOPIC = "prefilled"
 _MAX_ENTRIES = 1_000_000
 _ENTRY_BYTES = 500
 _CHARS_A_TOKEN = 4
@@ -46,8 +49,16 @@ class _Stored(Struct):
 class PrefilledPrompts:
     """A bounded index of what is stored, for all requests. Belongs to the event loop's thread."""
 
-    def __init__(self, max_bytes: int, max_new_tokens: int, clock_s: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        max_bytes: int,
+        max_new_tokens: int,
+        clock_s: Callable[[], float],
+        siblings: Siblings,
+    ) -> None:
         """`max_new_tokens`: how much text D may compute itself, estimated."""
+        self._siblings = siblings
+        siblings.hear(_TOPIC, self._hear)
         self._index: BoundedCache[bytes, _Stored] = BoundedCache(_MAX_ENTRIES, max_bytes)
         self._max_new_chars = _CHARS_A_TOKEN * max_new_tokens
         self._clock_s = clock_s
@@ -88,7 +99,7 @@ class PrefilledPrompts:
         if num_missing is None or hand_over is None:
             self.forget(turns)
         else:
-            self._put(turns, _CHARS_A_TOKEN * num_missing, hand_over)
+            self._note(turns, _CHARS_A_TOKEN * num_missing, hand_over)
 
     def note_decoded(self, turns: list[Turn], known: Known, answer: Request) -> None:
         """Note D's `answer` to a known prompt. D has stored what was new of it, if it does.
@@ -102,7 +113,7 @@ class PrefilledPrompts:
             self._num_lost += 1
             self.forget(turns)
         elif self._index.get(turns[-1].digest) is None:
-            self._put(turns, known.missing_chars, {})
+            self._note(turns, known.missing_chars, {})
 
     def _has_computed_much(self, tokens: plan.PromptTokens) -> bool:
         computed = tokens.total - tokens.cached
@@ -118,18 +129,19 @@ class PrefilledPrompts:
         if num_missing is None and tokens is not None and not self._has_computed_much(tokens):
             num_missing = max(0, tokens.total - 1 - tokens.cached)
         if turns and num_missing is not None:
-            self._put(turns, _CHARS_A_TOKEN * num_missing, {})
+            self._note(turns, _CHARS_A_TOKEN * num_missing, {})
 
     def note_answered(self, turns: list[Turn], num_bytes: int) -> None:
         """Note the size of D's answer, as it was sent, to a prompt that may be known now."""
         stored = self._index.get(turns[-1].digest) if turns else None
-        if stored is not None:
-            stored.answer_bytes = num_bytes
+        if stored is not None and stored.answer_bytes != num_bytes:
+            self._put(turns, msgspec.structs.replace(stored, answer_bytes=num_bytes))
 
     def forget(self, turns: list[Turn]) -> None:
         """Have P asked for this prompt again."""
         for turn in turns:
             self._index.discard(turn.digest)
+            self._siblings.tell(_TOPIC, turn.digest, None)
 
     def status(self) -> dict[str, int]:
         """Return counts for the status page."""
@@ -142,6 +154,16 @@ class PrefilledPrompts:
             "evicted": self._index.num_evicted,
         }
 
-    def _put(self, turns: list[Turn], missing_chars: int, hand_over: Request) -> None:
-        stored = _Stored(missing_chars, hand_over, self._clock_s())
+    def _note(self, turns: list[Turn], missing_chars: int, hand_over: Request) -> None:
+        self._put(turns, _Stored(missing_chars, hand_over, self._clock_s()))
+
+    def _put(self, turns: list[Turn], stored: _Stored) -> None:
         self._index.put(turns[-1].digest, stored, _ENTRY_BYTES)
+        if self._siblings.are_there:
+            self._siblings.tell(_TOPIC, turns[-1].digest, msgspec.msgpack.encode(stored))
+
+    def _hear(self, digest: bytes, stored: bytes | None) -> None:
+        if stored is None:
+            self._index.discard(digest)
+        else:
+            self._index.put(digest, msgspec.msgpack.decode(stored, type=_Stored), _ENTRY_BYTES)

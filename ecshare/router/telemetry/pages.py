@@ -10,14 +10,16 @@ from ecshare.router.api.errors import ApiError
 from ecshare.router.http.context import CONTEXT
 from ecshare.router.http.responses import json_response
 from ecshare.router.options.secret import Secret
+from ecshare.router.siblings import Siblings
 from ecshare.router.telemetry.dashboard import page, page_headers
-from ecshare.router.telemetry.metrics import RouterMetrics, Sources
-from ecshare.router.telemetry.recent import RecentRequests
+from ecshare.router.telemetry.merging import by_worker
+from ecshare.router.telemetry.metrics import RouterMetrics
 
 Page = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Stages = Callable[[], Awaitable[dict[str, Any]]]
-"""Returns all that is known of the engines, by stage."""
+Known = Mapping[str, Any]
+"""All that is known of the router and its engines."""
 
+_MAX_REQUESTS = 100
 _NO_KEY = "The router was started without --status-key, and shows nothing here."
 _WRONG_KEY = "That is not the status key, sent as Authorization: Bearer KEY."
 
@@ -28,16 +30,15 @@ class Pages:
     def __init__(
         self,
         key: Secret | None,
-        sources: Sources,
         metrics: RouterMetrics,
-        recent: RecentRequests,
-        stages: Stages,
+        siblings: Siblings,
+        known: Callable[[], Awaitable[Known]],
     ) -> None:
         self._key = key
-        self._sources = sources
         self._metrics = metrics
-        self._recent = recent
-        self._stages = stages
+        self._siblings = siblings
+        self._known = known
+        siblings.answer("metrics", lambda accept: metrics.exposed(accept)[0])
 
     def routes(self) -> Mapping[str, Page]:
         """Return the pages, by path."""
@@ -54,7 +55,11 @@ class Pages:
         """
         if self._key is not None and not self._is_shown(http):
             return _refused(http, _WRONG_KEY)
-        body, content_type = self._metrics.exposed(http.headers.get(hdrs.ACCEPT, ""))
+        accept = " ".join(http.headers.get(hdrs.ACCEPT, "").split())
+        body, content_type = self._metrics.exposed(accept)
+        if self._siblings.are_there:
+            theirs = await self._siblings.ask("metrics", accept)
+            body = by_worker({self._siblings.number: body, **dict(theirs)})
         return web.Response(body=body, headers={hdrs.CONTENT_TYPE: content_type})
 
     async def dashboard(self, http: web.Request) -> web.StreamResponse:
@@ -65,12 +70,14 @@ class Pages:
         """Answer with what the page shows, to those who send the status key."""
         if not self._is_shown(http):
             return _refused(http, _NO_KEY if self._key is None else _WRONG_KEY)
+        known = await self._known()
+        latest = sorted(known["requests"], key=lambda each: -each["at_s"])
         told = {
-            "stages": await self._stages(),
-            "counts": self._sources.counts(),
-            "in_flight_bytes": self._sources.memory.used_bytes,
-            "in_flight_limit_bytes": self._sources.memory.limit_bytes,
-            "requests": self._recent.shown(),
+            "stages": known["engines"],
+            "counts": known["counts"],
+            "in_flight_bytes": known["memory"],
+            "in_flight_limit_bytes": known["memory_limit"],
+            "requests": latest[:_MAX_REQUESTS],
         }
         response = json_response(200, told)
         response.headers[hdrs.CACHE_CONTROL] = "no-store"

@@ -328,8 +328,8 @@ class Fleet:
 
     def in_flight(self, stage: str) -> int:
         """Return how many requests the engines of a stage have, as the router counts them."""
-        engines = self.router.status()["stages"][stage]["engines"]
-        return sum(each["in_flight"] for each in engines)
+        pool = self.router.pools[Stage(stage)]
+        return sum(each.in_flight for each in (*pool, *pool.leaving))
 
     def is_next(self, engine: FakeEngine) -> bool:
         """Tell whether this decoder is the one that the next request is sent to."""

@@ -236,9 +236,9 @@ async def test_the_load_is_told_in_tokens() -> None:
         f.d.answer = held = Held(f.d.answer)
         asked = asyncio.create_task(f.post(chat(picture(PNG_2), max_tokens=50)))
         await asyncio.wait_for(held.asked.wait(), SOON_S)
-        stages = f.router.status()["stages"]
-        assert stages["decode"]["engines"][0]["tokens"] == 1 + len("what is this?") // 4 + 1000 + 50
-        assert stages["prefill"]["engines"][0]["tokens"] == 0
+        stages = f.router.known()["engines"]
+        assert stages["decode"][0]["tokens"] == 1 + len("what is this?") // 4 + 1000 + 50
+        assert stages["prefill"][0]["tokens"] == 0
         held.let_go.set()
         await asked
-        assert f.router.status()["stages"]["decode"]["engines"][0]["tokens"] == 0
+        assert f.router.known()["engines"]["decode"][0]["tokens"] == 0

@@ -68,7 +68,7 @@ class Running:
             return response.status, await response.read()
 
     def engines(self, stage: Stage) -> list[str]:
-        return [each["url"] for each in self.router.status()["stages"][stage]["engines"]]
+        return [each["url"] for each in self.router.known()["engines"][stage]]
 
 
 @asynccontextmanager
@@ -99,7 +99,7 @@ async def from_file(path: Path) -> AsyncIterator[Running]:
 
 def states(f: Running, stage: Stage = Stage.DECODE) -> dict[str, str]:
     """Return the states of a stage's engines that /status shows, by url."""
-    told = f.router.status()["stages"][stage]["engines"]
+    told = f.router.known()["engines"][stage]
     return {each["url"]: each["state"] for each in told}
 
 
@@ -307,9 +307,7 @@ async def test_the_file_says_what_engines_are_used_for(
         write(path, decoders=[one, several])  # type: ignore[list-item]
 
     def told() -> dict[str, Any]:
-        return {
-            each["url"]: each["models"] for each in f.router.status()["stages"]["decode"]["engines"]
-        }
+        return {each["url"]: each["models"] for each in f.router.known()["engines"]["decode"]}
 
     say(models=["b", "a"])
     async with from_file(path) as f:

@@ -119,7 +119,7 @@ async def test_what_is_packed_counts_as_what_it_holds() -> None:
     async def watch(f: Fleet) -> None:
         nonlocal most
         while True:
-            most = max(most, f.router.status()["memory"])
+            most = max(most, f.router.known()["memory"])
             await asyncio.sleep(0)
 
     async with served(serve, max_media_bytes=32 * MIB) as (f, url):

@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from ecshare.router.siblings import Siblings
 from ecshare.router.single_flight import SingleFlight
 from ecshare.router.stages.encoded import EncodedMedia, Reports
 from ecshare.router.stages.plan import Metadata
@@ -106,7 +107,7 @@ async def test_a_picture_is_not_a_video() -> None:
 
 
 async def test_a_report_that_comes_while_another_request_looks_is_used() -> None:
-    media, answers, num_asked = EncodedMedia(1 << 20, SOON_S), asyncio.Event(), 0
+    media, answers, num_asked = EncodedMedia(1 << 20, SOON_S, Siblings()), asyncio.Event(), 0
 
     async def ask() -> Metadata:
         nonlocal num_asked

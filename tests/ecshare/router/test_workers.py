@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several router processes that serve one port (`--workers`)."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from ecshare.router.api.chat import CHAT
+from ecshare.router.workers import listening
+from lab.servers.processes import Port
+from tests.ecshare.router.fake_engine import (
+    EVENTS,
+    PNG,
+    FakeEngine,
+    chat,
+    decoded,
+    encoded,
+    picture,
+    streaming_until,
+)
+from tests.waiting import until
+
+GIVE_UP_S = 60.0
+KEY = "the status key of this test, with 32 bytes or more"
+BEARER = {"Authorization": f"Bearer {KEY}"}
+SERIES = re.compile(
+    r'ecshare_router_answers_total\{worker="(\d)",route="(.*?)",status="2xx"\} (.*)'
+)
+
+
+@dataclass
+class Workers:
+    """A router of two workers, and what it has logged."""
+
+    process: asyncio.subprocess.Process
+    url: str
+    log: str = ""
+
+    def children(self) -> list[int]:
+        pid = self.process.pid
+        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    async def logged(self, words: str) -> None:
+        """Wait until the log has a line with these words."""
+        assert self.process.stderr is not None
+        line = ""
+        async with asyncio.timeout(GIVE_UP_S):
+            while words not in line:
+                line = (await self.process.stderr.readline()).decode()
+                assert line, self.log
+                self.log += line
+
+    async def ended(self) -> int:
+        assert self.process.stderr is not None
+        async with asyncio.timeout(GIVE_UP_S):
+            self.log += (await self.process.stderr.read()).decode()
+            return await self.process.wait()
+
+    async def post(self, body: dict[str, Any], by: int | None = None) -> bytes:
+        """Send a request, by a connection of its own; `by`: until this worker has answered it."""
+        while True:
+            before = await self.num_answers()
+            async with (
+                aiohttp.ClientSession() as client,
+                client.post(self.url + CHAT, json=body) as response,
+            ):
+                assert response.status == 200
+                answer = await response.read()
+            if by is None or (await self.num_answers())[by] > before[by]:
+                return answer
+
+    async def get(self, path: str) -> bytes:
+        async with (
+            aiohttp.ClientSession() as client,
+            client.get(self.url + path, headers=BEARER) as response,
+        ):
+            assert response.status == 200
+            return await response.read()
+
+    async def json(self, path: str) -> Any:
+        return json.loads(await self.get(path))
+
+    async def num_answers(self) -> list[int]:
+        """Return how many completions each worker has answered; waits until both tell."""
+        async with asyncio.timeout(GIVE_UP_S):
+            while True:
+                series = SERIES.findall((await self.get("/metrics")).decode())
+                found = {
+                    int(worker): float(number) for worker, path, number in series if path == CHAT
+                }
+                if len(found) == 2:
+                    return [int(found[0]), int(found[1])]
+
+
+@asynccontextmanager
+async def workers(folder: Path, *arguments: str) -> AsyncIterator[Workers]:
+    (folder / "key").write_text(KEY)
+    reserved = Port()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "ecshare.router", "--workers=2", f"--port={reserved.number}"),
+        *(f"--status-key=file:{folder / 'key'}", *arguments),
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(folder)},
+        start_new_session=True,
+    )
+    router = Workers(process, f"http://127.0.0.1:{reserved.number}")
+    try:
+        await router.logged("listening on")
+        yield router
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await router.ended()
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder for temporary files whose path is short enough for those of sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        yield Path(path)
+
+
+async def test_both_answer_and_are_shown_as_one_router(folder: Path) -> None:
+    async with FakeEngine(decoded).serving() as d, workers(folder, f"--decoder={d.url}") as f:
+        await f.post(chat(), by=0)
+        await f.post(chat(), by=1)
+        number = sum(await f.num_answers())
+        status, shown = await f.json("/status"), await f.json("/dashboard/data")
+        health = await f.json("/health")
+        assert status["answered"] == shown["counts"]["answered"] == {"decode": number}
+        assert health["answered"] == {"decode": number}
+        assert len(shown["requests"]) == number
+        ((engine,),) = (stage["engines"] for stage in status["stages"].values() if stage["engines"])
+        assert (engine["url"], engine["in_flight"]) == (d.url, 0)
+        assert [each["healthy"] for each in shown["stages"]["decode"]] == [True]
+        f.process.terminate()
+        assert await f.ended() == 0
+        assert "Traceback" not in f.log
+        assert list(folder.glob("ecshare-router-*")) == []
+
+
+async def stored(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """Answer as P does that has stored the whole prompt."""
+    params = {"kvshare": {"num_tokens": 99, "size": 1}}
+    return web.json_response({"kv_transfer_params": params, "usage": {"prompt_tokens": 100}})
+
+
+async def test_what_one_remembers_the_other_knows(folder: Path) -> None:
+    async with (
+        FakeEngine(encoded).serving() as e,
+        FakeEngine(stored).serving() as p,
+        FakeEngine(decoded).serving() as d,
+        workers(folder, f"--encoder={e.url}", f"--prefiller={p.url}", f"--decoder={d.url}") as f,
+    ):
+        await f.post(chat(picture(PNG)))
+        (other,) = (n for n, number in enumerate(await f.num_answers()) if not number)
+        await f.post(chat(picture(PNG)), by=other)
+        assert (len(e.bodies), len(p.bodies)) == (1, 1)
+
+
+async def test_temporary_files_may_have_long_paths(tmp_path: Path) -> None:
+    (deep := tmp_path / ("x" * 90)).mkdir()
+    async with FakeEngine(decoded).serving() as d, workers(deep, f"--decoder={d.url}") as f:
+        assert len(await f.num_answers()) == 2
+        assert [each.name for each in deep.iterdir()] == ["key"]
+
+
+async def test_one_that_dies_is_started_again(folder: Path) -> None:
+    async with FakeEngine(decoded).serving() as d, workers(folder, f"--decoder={d.url}") as f:
+        first, second = f.children()
+        os.kill(first, signal.SIGKILL)
+        await f.logged("has ended with status -9: it is started again")
+        await until(lambda: len(f.children()) == 2)
+        assert second in f.children()
+        assert first not in f.children()
+        await f.post(chat(), by=0)
+        await f.post(chat(), by=1)
+
+
+@pytest.mark.parametrize("is_for_all", [True, False])
+async def test_a_stream_runs_on_while_it_stops(folder: Path, *, is_for_all: bool) -> None:
+    """Also where a service manager sends the signal to each of its processes."""
+    let_go = asyncio.Event()
+    async with (
+        FakeEngine(streaming_until(let_go)).serving() as d,
+        workers(folder, f"--decoder={d.url}") as f,
+        aiohttp.ClientSession() as client,
+        client.post(f.url + CHAT, json=chat(stream=True)) as response,
+    ):
+        assert await response.content.readany() == EVENTS[0]
+        if is_for_all:
+            os.killpg(f.process.pid, signal.SIGTERM)
+        else:
+            f.process.terminate()
+        await f.logged("stopping: 1 requests")
+        await until(lambda: len(f.children()) == 1)
+        async with aiohttp.ClientSession() as other, other.get(f.url + "/ready") as ready:
+            assert ready.status == 503
+        let_go.set()
+        assert await response.read() == EVENTS[-1]
+        assert await f.ended() == 0
+
+
+async def test_a_second_signal_ends_requests(folder: Path) -> None:
+    async with (
+        FakeEngine(streaming_until(asyncio.Event())).serving() as d,
+        workers(folder, f"--decoder={d.url}") as f,
+        aiohttp.ClientSession() as client,
+        client.post(f.url + CHAT, json=chat(stream=True)) as response,
+    ):
+        assert await response.content.readany() == EVENTS[0]
+        f.process.terminate()
+        await f.logged("stopping: 1 requests")
+        f.process.terminate()
+        assert b"shutting_down" in await response.read()
+        assert await f.ended() == 0
+
+
+async def test_none_is_left_if_the_first_process_is_killed(folder: Path) -> None:
+    async with FakeEngine(decoded).serving() as d, workers(folder, f"--decoder={d.url}") as f:
+        pids = f.children()
+        f.process.kill()
+        await f.ended()
+        await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+async def test_a_port_that_other_workers_have_is_one_sentence(folder: Path) -> None:
+    async with FakeEngine(decoded).serving() as d, workers(folder, f"--decoder={d.url}") as f:
+        port = f.url.rpartition(":")[2]
+        second = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "ecshare.router", "--workers=2", "--decoder=http://x:1"),
+            f"--port={port}",
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, said = await asyncio.wait_for(second.communicate(), GIVE_UP_S)
+        assert second.returncode == 1
+        assert said.startswith(b"cannot listen on --host 127.0.0.1 --port ")
+        assert said.count(b"\n") == 1
+
+
+def test_one_that_cannot_start_ends_all(folder: Path) -> None:
+    """A worker that ends before it is ready: the others are stopped, and its status is returned."""
+    program = (
+        "import sys, time; from ecshare.router.workers import listening, run_workers\n"
+        "worker = run_workers(listening('127.0.0.1', 0, 2), lambda: print('ready'))\n"
+        "if isinstance(worker, int): sys.exit(worker)\n"
+        "if worker.number: sys.exit(3)\n"
+        "sys.exit(worker.parent.recv(1) != b's')\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=GIVE_UP_S,
+        check=False,
+        env={**os.environ, "TMPDIR": str(folder)},
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (3, "", "")
+    assert list(folder.iterdir()) == []
+
+
+def test_all_addresses_of_a_host_are_listened_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one,), (other,) = listening("127.0.0.1", (port := Port()).number, 2)
+    with one, other:
+        assert one.getsockname() == other.getsockname() == ("127.0.0.1", port.number)
