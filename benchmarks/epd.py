@@ -3,10 +3,12 @@
 
 Ours, and vLLM's own example connectors behind vLLM's own example proxy, on this CPU, in turns and
 with the same requests: new pictures, then four of five requests that were asked before, then all
-of them again. Medians over the rounds.
+of them again. Medians over the rounds. Then requests that arrive at half the rate that vLLM's stack
+has reached, whether they are answered or not: how long does the first token take?
 
     python -m benchmarks.epd --proxy disagg_epd_proxy.py
     python -m benchmarks.epd --proxy disagg_epd_proxy.py --executor mp
+    python -m benchmarks.epd --proxy disagg_epd_proxy.py --streamed --tokens 16 --requests 192
 
 The proxy is part of vLLM's source distribution: examples/disaggregated/disaggregated_encoder.
 Without it only our stack is measured.
@@ -21,14 +23,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.engine_load import cpu_s_of
-from benchmarks.measure import in_turn
+from benchmarks.epd_load import Reply, arriving, by_clients
+from benchmarks.measure import in_turn, percentile
 from benchmarks.report import Report, Table, arguments, command_line
 from lab.models import make_qwen25_vl
 from lab.servers.engines import (
@@ -41,18 +43,36 @@ from lab.servers.engines import (
     kv_example_argument,
 )
 from lab.servers.example_proxy import ExampleProxy
-from lab.servers.openai_client import Answer, RequestFailed, ask, picture, question
+from lab.servers.openai_client import ask, picture, question
+from lab.servers.proc import cpu_s_by_thread
 from lab.servers.processes import Server
 from lab.servers.router import RouterProcess
 
 MODULE = "benchmarks.epd"
+OUR_THREADS = ("ecshare", "kvshare")
+REST = "all others"
 OURS, IN_TREE = "ecshare, kvshare, our router", "vLLM's example connectors and proxy"
 NEW, MIXED, AGAIN = "new pictures", "80 % asked before", "all asked before"
 PHASES = (NEW, MIXED, AGAIN)
 CLIENTS = 8
 PICTURE_PIXELS = 448
 ANSWER_TOKENS = 8
+SHARE = 0.5
+"""How many requests arrive at a rate: this share of those that vLLM's stack can answer."""
 TEXT = "What is to be seen here, and what will happen next? Answer in a few words."
+
+
+@dataclass(frozen=True)
+class Load:
+    """The kind of requests."""
+
+    num_tokens: int = ANSWER_TOKENS
+    streams: bool = False
+
+    def request(self, number: int) -> dict[str, Any]:
+        """Return a request about a picture of its own for each `number`."""
+        text = f"Number {number}. {TEXT}"
+        return question(text, [picture(number, PICTURE_PIXELS)], self.num_tokens)
 
 
 @dataclass(frozen=True)
@@ -66,6 +86,16 @@ class Stack:
         """Return the CPU seconds that all processes of the stack have used until now."""
         return cpu_s_of((self.front, *self.engines))
 
+    def cpu_s_by_thread(self) -> dict[tuple[str, str], float]:
+        """Return the CPU seconds of our threads, and of all others together, by engine."""
+        found: dict[tuple[str, str], float] = {}
+        for engine in self.engines:
+            for process in engine.processes():
+                for thread, spent_s in cpu_s_by_thread(process).items():
+                    key = engine.name, thread if thread.startswith(OUR_THREADS) else REST
+                    found[key] = found.get(key, 0.0) + spent_s
+        return found
+
 
 @dataclass(frozen=True)
 class Phase:
@@ -73,20 +103,24 @@ class Phase:
 
     wall_s: float
     cpu_s: float
-    seconds: Sequence[float]
-    """The seconds that each answered request took."""
-    tokens: Sequence[tuple[int, ...] | None]
-    """The tokens of each answer; None: the request was lost."""
+    replies: Sequence[Reply]
+    by_thread_s: Mapping[tuple[str, str], float]
+    """CPU seconds by engine and thread."""
+
+    @property
+    def answered(self) -> list[Reply]:
+        """Return the replies of the requests that were not lost."""
+        return [reply for reply in self.replies if reply.tokens is not None]
 
     @property
     def per_s(self) -> float:
         """Return the answered requests per second."""
-        return len(self.seconds) / self.wall_s
+        return len(self.answered) / self.wall_s
 
     @property
     def cpu_each_s(self) -> float:
         """Return the CPU seconds for each answered request."""
-        return self.cpu_s / max(1, len(self.seconds))
+        return self.cpu_s / max(1, len(self.answered))
 
 
 def main(words: Sequence[str]) -> None:
@@ -94,19 +128,33 @@ def main(words: Sequence[str]) -> None:
     parser = arguments(__doc__ or "", MODULE)
     parser.add_argument("--proxy", type=Path, help="vLLM's disagg_epd_proxy.py")
     parser.add_argument("--executor", choices=("uni", "mp"), help="of all engines (uni)")
+    parser.add_argument("--streamed", action="store_true", help="stream all answers")
+    parser.add_argument("--tokens", type=int, default=ANSWER_TOKENS, help="of each answer (8)")
+    parser.add_argument("--requests", type=int, help="of a phase (96)")
     options = parser.parse_args(words)
     rounds = options.rounds or (1 if options.quick else 5)
-    num_requests = CLIENTS if options.quick else 96
+    num_requests = options.requests or (CLIENTS if options.quick else 96)
+    load = Load(options.tokens, streams=options.streamed)
     settings = {"rounds": rounds, "requests a phase": num_requests, "clients": CLIENTS}
+    settings |= {"answer tokens": load.num_tokens, "streamed": load.streams}
     environment = RANK_APART if options.executor == "mp" else {}
     name = "epd-mp" if options.executor == "mp" else "epd"
+    name += "-streamed" if options.streamed else ""
     report = Report(name, command_line(MODULE, options), settings)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.disk)))
         stacks, plain = stack.enter_context(_stacks(folder, options.proxy, environment))
         requests = [_requests(turn, num_requests) for turn in range(rounds)]
-        phases = _measure(stacks, requests)
-        report.add(_table(list(stacks), phases, _num_other(plain, requests, phases)))
+        phases = _measure(stacks, requests, load)
+        report.add(_table(load, list(stacks), phases, _num_other(plain, requests, phases, load)))
+        report.add(_by_thread(list(stacks), phases))
+        rates = {
+            phase: SHARE * statistics.median(each.per_s for each in phases[name, phase])
+            for phase in PHASES
+            for name in list(stacks)[-1:]  # vLLM's, if it is there
+        }
+        later = [_requests(turn, num_requests) for turn in range(rounds, 2 * rounds)]
+        report.add(_first_tokens(stacks, later, rates, load))
     print(f"\nwritten: {report.write(options.results).name}")
 
 
@@ -136,7 +184,7 @@ def _stacks(
             front = _front(folder, engines, None if name == OURS else proxy)
             stacks[name] = Stack(stack.enter_context(front), engines)
         for each in stacks.values():
-            _ask_all(each, [_request(-number) for number in range(1, CLIENTS + 1)])
+            _ask_all(each, [Load().request(-number) for number in range(1, CLIENTS + 1)], Load())
         plain.wait_ready()
         yield stacks, plain
 
@@ -179,11 +227,6 @@ def _front(folder: Path, engines: Sequence[EngineProcess], proxy: Path | None) -
 # --- measuring ---
 
 
-def _request(number: int) -> dict[str, Any]:
-    """Return a request about a picture of its own for each `number`."""
-    return question(f"Number {number}. {TEXT}", [picture(number, PICTURE_PIXELS)], ANSWER_TOKENS)
-
-
 def _requests(turn: int, num_requests: int) -> dict[str, list[int]]:
     """Return the numbers of the requests of a round, by phase."""
     first = 2 * turn * num_requests
@@ -193,16 +236,16 @@ def _requests(turn: int, num_requests: int) -> dict[str, list[int]]:
 
 
 def _measure(
-    stacks: dict[str, Stack], requests: Sequence[dict[str, list[int]]]
+    stacks: Mapping[str, Stack], requests: Sequence[dict[str, list[int]]], load: Load
 ) -> dict[tuple[str, str], list[Phase]]:
     found: dict[tuple[str, str], list[Phase]] = {
         (name, phase): [] for name in stacks for phase in PHASES
     }
     for turn, asked in enumerate(requests):
         for phase, numbers in asked.items():
-            bodies = [_request(number) for number in numbers]
+            bodies = [load.request(number) for number in numbers]
             for name in in_turn(list(stacks), turn):
-                found[name, phase].append(_ask_all(stacks[name], bodies))
+                found[name, phase].append(_ask_all(stacks[name], bodies, load))
     return found
 
 
@@ -210,43 +253,76 @@ def _num_other(
     plain: EngineProcess,
     requests: Sequence[dict[str, list[int]]],
     found: dict[tuple[str, str], list[Phase]],
+    load: Load,
 ) -> dict[tuple[str, str], int]:
     """Return the number of answers that differ from those of `plain`, asked one at a time."""
     numbers = {number for asked in requests for phase in asked.values() for number in phase}
-    right = {number: ask(plain.base_url, _request(number)).token_ids for number in sorted(numbers)}
+    right = {number: ask(plain.base_url, load.request(number)).token_ids for number in numbers}
     return {
         (name, phase): sum(
-            answered not in (None, right[number])
+            reply.tokens not in (None, right[number])
             for asked, one in zip(requests, phases, strict=True)
-            for number, answered in zip(asked[phase], one.tokens, strict=True)
+            for number, reply in zip(asked[phase], one.replies, strict=True)
         )
         for (name, phase), phases in found.items()
     }
 
 
-def _ask_all(stack: Stack, bodies: Sequence[dict[str, Any]]) -> Phase:
+def _ask_all(stack: Stack, bodies: Sequence[dict[str, Any]], load: Load) -> Phase:
     """Send all requests from CLIENTS at once."""
-    seconds: list[float] = []
+    cpu_s, threads_s, start_s = stack.cpu_s(), stack.cpu_s_by_thread(), time.perf_counter()
+    replies = by_clients(stack.front.base_url, bodies, CLIENTS, streams=load.streams)
+    wall_s = time.perf_counter() - start_s
+    spent_s = {
+        key: after_s - threads_s.get(key, 0.0) for key, after_s in stack.cpu_s_by_thread().items()
+    }
+    return Phase(wall_s, stack.cpu_s() - cpu_s, replies, spent_s)
 
-    def ask_one(body: dict[str, Any]) -> tuple[int, ...] | None:
-        start_s = time.perf_counter()
-        try:
-            answer: Answer = ask(stack.front.base_url, body)
-        except RequestFailed:
-            return None
-        seconds.append(time.perf_counter() - start_s)
-        return answer.token_ids
 
-    cpu_s, start_s = stack.cpu_s(), time.perf_counter()
-    with ThreadPoolExecutor(CLIENTS) as clients:
-        tokens = list(clients.map(ask_one, bodies))
-    return Phase(time.perf_counter() - start_s, stack.cpu_s() - cpu_s, seconds, tokens)
+def _first_tokens(
+    stacks: Mapping[str, Stack],
+    requests: Sequence[dict[str, list[int]]],
+    rates: Mapping[str, float],
+    load: Load,
+) -> Table:
+    table = Table(
+        "Requests that arrive at a rate",
+        (
+            *("requests", "stack", "requests/s", "first token p50 ms", "x vLLM's"),
+            *("first token p99 ms", "x vLLM's p99", "lost"),
+        ),
+        f"At {SHARE:g} x the requests a second that vLLM's stack has answered above, streamed, "
+        "with exponentially distributed times between two arrivals, the same for both. From the "
+        "request's first byte to the first event with a token. All rounds together.",
+    )
+    found: dict[tuple[str, str], list[Reply]] = {}
+    for turn, asked in enumerate(requests):
+        for phase, numbers in asked.items():
+            bodies = [load.request(number) for number in numbers]
+            for name in in_turn(list(stacks), turn):
+                replies = arriving(stacks[name].front.base_url, bodies, rates[phase], turn)
+                found.setdefault((name, phase), []).extend(replies)
+    for phase in PHASES:
+        base = _percentiles_ms(found.get((IN_TREE, phase), ()))
+        for name in stacks:
+            took = _percentiles_ms(found[name, phase])
+            both = zip(took, base, strict=True)
+            ratios = [ours_ms / their_ms if their_ms else None for ours_ms, their_ms in both]
+            num_lost = sum(reply.tokens is None for reply in found[name, phase])
+            table.add(phase, name, rates[phase], took[0], ratios[0], took[1], ratios[1], num_lost)
+    return table
+
+
+def _percentiles_ms(replies: Sequence[Reply]) -> tuple[float, float]:
+    seconds = [reply.first_s for reply in replies if reply.tokens is not None] or [0.0]
+    return 1e3 * percentile(seconds, 50), 1e3 * percentile(seconds, 99)
 
 
 # --- reporting ---
 
 
 def _table(
+    load: Load,
     names: Sequence[str],
     found: dict[tuple[str, str], list[Phase]],
     num_other: dict[tuple[str, str], int],
@@ -258,7 +334,7 @@ def _table(
             *("p50 ms", "lost", "other tokens"),
         ),
         f"A picture of {PICTURE_PIXELS} x {PICTURE_PIXELS} and a short question each, "
-        f"{ANSWER_TOKENS} tokens answered, {CLIENTS} clients. Engines, router and clients share "
+        f"{load.num_tokens} tokens answered, {CLIENTS} clients. Engines, router and clients share "
         "the cores. `x`: the median over the rounds of each round's ratio. CPU seconds of engines "
         "and router together. `lost`: no answer, or an error, in all rounds. `other tokens`: "
         "answers, of all rounds, that differ from those of one engine without connectors, which "
@@ -277,10 +353,29 @@ def _table(
                 None
                 if is_alone
                 else statistics.median(a.cpu_each_s / b.cpu_each_s for a, b in pairs),
-                1e3 * statistics.median(took_s for each in ours for took_s in each.seconds),
-                sum(tokens is None for each in ours for tokens in each.tokens),
+                1e3 * statistics.median(reply.took_s for each in ours for reply in each.answered),
+                sum(len(each.replies) - len(each.answered) for each in ours),
                 num_other[name, phase],
             )
+    return table
+
+
+def _by_thread(names: Sequence[str], found: dict[tuple[str, str], list[Phase]]) -> Table:
+    table = Table(
+        "CPU by thread",
+        ("requests", "engine", "thread", "CPU ms a request"),
+        f"Medians over the rounds. `{REST}`: vLLM's threads, with the connectors' hooks, and those "
+        "of libraries. Threads of ours by their names; below 0.05 ms they are left out.",
+    )
+    for phase in PHASES:
+        for name in names:
+            phases = found[name, phase]
+            for key in sorted({key for each in phases for key in each.by_thread_s}):
+                spent_s = statistics.median(
+                    each.by_thread_s.get(key, 0.0) / max(1, len(each.answered)) for each in phases
+                )
+                if spent_s >= 5e-5:
+                    table.add(phase, *key, 1e3 * spent_s)
     return table
 
 

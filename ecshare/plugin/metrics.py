@@ -127,6 +127,8 @@ class PrometheusCounters:
             for family, metric in metrics.items()
         }
         self._num_labels = {family: len(metric.labels) for family, metric in metrics.items()}
+        self._children: dict[tuple[str, int], Any] = {}
+        """The series of counts that have come, by name and engine: looked up in each step."""
         # Create every series at start, at zero: a rate misses the first rise of a later series.
         for family, metric in metrics.items():
             for engine, values in product(per_engine_labelvalues, product(*metric.labels.values())):
@@ -145,11 +147,16 @@ class PrometheusCounters:
 
     def _child(self, name: str, engine_idx: int) -> Any:
         """Return the series of a count; None if no metric of ours has that name."""
+        child = self._children.get((name, engine_idx))
+        if child is not None:
+            return child
         family, labels = family_and_labels(name)
         metric = self._metrics.get(family)
         if metric is None or len(labels) != self._num_labels[family]:
             return None
-        return metric.labels(*self._label_values[engine_idx], *labels)
+        child = metric.labels(*self._label_values[engine_idx], *labels)
+        self._children[name, engine_idx] = child
+        return child
 
 
 def _registered(

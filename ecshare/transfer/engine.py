@@ -33,6 +33,7 @@ from ecshare.store.integrity import Integrity, open_integrity
 from ecshare.store.keys import Key
 from ecshare.store.objects import ObjectStore
 from ecshare.store.open import open_store
+from ecshare.store.threads import new_loop
 from ecshare.transfer.announced.absence_notes import AbsenceNotes
 from ecshare.transfer.client.store_client import StoreClient
 from ecshare.transfer.closing import ClosingTime
@@ -126,7 +127,7 @@ class TransferEngine:
         # No request waits longer than `wait_s` for an answer: a slower store counts as down.
         answer_timeout_s = min(config.wait_s, config.io_timeout_s)
         client = StoreClient(store, config.io_timeout_s, answer_timeout_s)
-        loop = asyncio.new_event_loop()
+        loop = new_loop()
         self._start = StartUp(config, path, store, client, loop, integrity)
         self._service = JobService(self.host, client, self._start, self._pools, integrity, packing)
         self._done = self._service.done

@@ -41,4 +41,4 @@ class Pools:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _pool(self, name: str) -> Workers:
-        return Workers(_NUM_THREADS, thread_name_prefix=name, initializer=self.begin_thread)
+        return Workers(_NUM_THREADS, name, self.begin_thread)

@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ecshare.store.threads import show_name
+
 logger = logging.getLogger(__name__)
 
 # The variables in which vLLM names the computing cores, by number, to each OpenMP implementation.
@@ -26,6 +28,7 @@ def start_unbound(name: str, work: Callable[..., object], *args: object) -> thre
     """Start a daemon thread that runs `work(*args)`; threads that it starts inherit its cores."""
 
     def run() -> None:
+        show_name()
         _unbind()
         work(*args)
 

@@ -2,6 +2,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -119,8 +120,16 @@ async def test_gather_all_ends_all_tasks_when_one_fails(by: str) -> None:
     assert ended == [True, True]
 
 
+@pytest.mark.skipif(not Path("/proc/thread-self/comm").exists(), reason="Linux only")
+def test_tools_see_the_names_of_threads() -> None:
+    workers = Workers(1, "ecshare-a-long-name")
+    shown = workers.submit(Path("/proc/thread-self/comm").read_text).result()
+    workers.shutdown()
+    assert shown == "ecshare-a-long-\n"
+
+
 def test_submit_after_shutdown_is_cancelled() -> None:
-    workers = Workers(1)
+    workers = Workers(1, "few")
     workers.shutdown()
     with pytest.raises(asyncio.CancelledError):
         workers.submit(print)
@@ -130,7 +139,7 @@ def test_failed_thread_initializer_raises_in_every_submit() -> None:
     def fail() -> None:
         raise OSError("no such device")
 
-    workers = Workers(1, initializer=fail)
+    workers = Workers(1, "few", fail)
     with pytest.raises(RuntimeError, match="initializer"):
         workers.submit(print).result()
     with pytest.raises(RuntimeError, match="initializer"):
