@@ -18,7 +18,7 @@ BIN := .venv/bin
 # test, again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test static lint unit packaging engines nightly test-cases test-models test-faults test-gpu test-browser fuzz test-matrix constraints docs model-table clean
+.PHONY: help setup demo test static lint unit packaging engines nightly test-cases test-models test-faults test-gpu test-browser fuzz soak test-matrix constraints docs model-table clean
 help:
 	@echo "make demo [STORE=folder|s3] [MODEL=...]   run encode, prefill and decode engines and compare"
 	@echo "make test                                 lint, unit tests, S3 tests, the wheel, real-engine tests"
@@ -30,6 +30,7 @@ help:
 	@echo "make test-gpu [PYTHON=...]                on a GPU, by a Python with torch; with vLLM there, engines too: minutes"
 	@echo "make test-browser                         the router's dashboard in Chromium, if it is installed"
 	@echo "make fuzz [SEED=...] [CASES=...]          hostile input of every kind: minutes"
+	@echo "make soak [MINUTES=60]                    a fleet whose parts fail again and again: nothing lost, nothing grows"
 	@echo "make test-matrix [VLLM=...]               what vLLM can break, on each release we serve: hours"
 	@echo "make docs                                 write docs/config.md from the option types"
 	@echo "make model-table                          write docs/model-table.md from vLLM's registry: a minute"
@@ -114,6 +115,11 @@ fuzz: setup
 # The router's dashboard in Chromium, which `apt-get install chromium` brings.
 test-browser: setup
 	$(BIN)/python -m pytest -v -m browser tests/ecshare/router
+
+# A fleet of real engines, whose store, engines and router fail again and again.
+MINUTES ?= 60
+soak: setup
+	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
 
 test-matrix:
 	@$(PYTHON) scripts/matrix.py $(VLLM)

@@ -129,12 +129,12 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--proxy", type=Path, help="vLLM's disagg_epd_proxy.py")
     parser.add_argument("--executor", choices=("uni", "mp"), help="of all engines (uni)")
     parser.add_argument("--streamed", action="store_true", help="stream all answers")
-    parser.add_argument("--tokens", type=int, default=ANSWER_TOKENS, help="of each answer (8)")
+    parser.add_argument("--tokens", type=int, help="of each answer (8)")
     parser.add_argument("--requests", type=int, help="of a phase (96)")
     options = parser.parse_args(words)
     rounds = options.rounds or (1 if options.quick else 5)
     num_requests = options.requests or (CLIENTS if options.quick else 96)
-    load = Load(options.tokens, streams=options.streamed)
+    load = Load(options.tokens or ANSWER_TOKENS, streams=options.streamed)
     settings = {"rounds": rounds, "requests a phase": num_requests, "clients": CLIENTS}
     settings |= {"answer tokens": load.num_tokens, "streamed": load.streams}
     environment = RANK_APART if options.executor == "mp" else {}

@@ -45,6 +45,15 @@ def _seconds(stat: str) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
+def num_open_files(process: int) -> int:
+    """Return the number of open files of a process.
+
+    Raises:
+        OSError: the process has ended.
+    """
+    return sum(1 for _ in Path(f"/proc/{process}/fd").iterdir())
+
+
 def resident_bytes(process: int) -> int:
     """Return the resident memory of a process.
 

@@ -40,6 +40,7 @@ NEEDS_NAMESPACES = pytest.mark.skipif(
         pytest.param("kv_load_policies", marks=[pytest.mark.engine, pytest.mark.models]),
         pytest.param("warm", marks=[pytest.mark.engine, pytest.mark.models]),
         pytest.param("epd", marks=[pytest.mark.engine, pytest.mark.models]),
+        pytest.param("soak", marks=[pytest.mark.engine, pytest.mark.models]),
         pytest.param("balance", marks=[pytest.mark.engine, pytest.mark.models]),
     ],
 )
