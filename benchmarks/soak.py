@@ -324,8 +324,8 @@ def _summary(log: Log) -> Table:
         ("what", "number"),
         f"{CLIENTS} clients. `repeated`: tries that failed, by the fault at that time; a request "
         f"is lost after {TRIES}. `other tokens`: answers that differ from those of an engine "
-        f"without connectors; `near`: where its two best tokens differ by less than {NEAR:g} in their log "
-        "probability, so that the order of additions in a batch decides.",
+        f"without connectors; `near`: where its two best tokens differ by less than {NEAR:g} in "
+        "their log probability, so that the order of additions in a batch decides.",
     )
     for kind, number in sorted(log.kinds.items()):
         table.add(f"answered: {kind}", number)
