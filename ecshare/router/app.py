@@ -1,25 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The router's routes."""
 
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 from aiohttp import hdrs, web
 
 from ecshare.router.api.endpoints import PASSED_ON, SPLIT
-from ecshare.router.fleet.client import ANSWER_COST, EngineClient
+from ecshare.router.fleet.client import ANSWER_COST, MODELS, EngineClient
 from ecshare.router.fleet.discovery import FleetWatch, fixed
 from ecshare.router.fleet.engines import USUAL_BOUND, Engine, EnginePool
-from ecshare.router.fleet.model_lists import MODELS, ModelLists
-from ecshare.router.fleet.probes import (
-    Checked,
-    HealthChecks,
-    Probes,
-    Readiness,
-    engine_state,
-    engine_states,
-)
+from ecshare.router.fleet.models import ModelLists
+from ecshare.router.fleet.probes import Probes, engine_state, engine_states
 from ecshare.router.http.bodies import read_body
 from ecshare.router.http.connections import Runner
 from ecshare.router.http.context import CONTEXT, RequestContext
@@ -72,7 +65,6 @@ class Router:
         self._telemetry = Telemetry(
             config, Sources(self.pools, self._memory, self.counts, config.status_key is not None)
         )
-        self.health_checks = HealthChecks(self.pools, self._is_healthy, clock_s)
 
     def application(self) -> web.Application:
         """Return the web application. The pipeline lives as long as the application runs."""
@@ -83,9 +75,7 @@ class Router:
             app.router.add_post(path, partial(self._serve, path))
         app.router.add_get(MODELS, self._models)
         app.router.add_get("/health", self.health)
-        decoders = self.pools[Stage.DECODE]
-        readiness = Readiness(decoders, self._is_healthy, self.in_flight, self._clock_s)
-        probes = Probes(readiness, self._config.status_key, self.status)
+        probes = Probes(self._config.status_key, self.status, self._obstacle)
         for path, handler in {
             "/live": probes.live,
             "/ready": probes.ready,
@@ -110,9 +100,9 @@ class Router:
 
     async def _with_pipeline(self, app: web.Application) -> AsyncIterator[None]:
         events = self._telemetry.events
-        self.client = EngineClient(self._config, self.pools, events)
+        self.client = EngineClient(self._config, self.pools, events, self._clock_s)
         self._pipeline = Pipeline(self._config, self.pools, self.client, events, self._clock_s)
-        self._lists = ModelLists(self.pools, self.client, self._clock_s)
+        self._lists = ModelLists(self.pools, self.client.models, self._clock_s)
         await self._fleet.start()
         yield
         await self._fleet.close()
@@ -154,7 +144,8 @@ class Router:
         return await self._pipeline.pass_on(context)
 
     async def _models(self, http: web.Request) -> web.Response:
-        return await self._lists.models(http)
+        cards = await self._lists.cards(http[CONTEXT].headers)
+        return json_response(200, {"object": "list", "data": [*cards.values()]})
 
     async def health(self, http: web.Request) -> web.Response:
         """Check all engines: 200 if every stage has one that answers, else 503.
@@ -163,9 +154,9 @@ class Router:
         """
         key = self._config.status_key
         is_full = key is not None and key.matches(http.headers.get(hdrs.AUTHORIZATION))
-        checked = await self.health_checks.latest()
-        stages = self._shown(checked, is_full=is_full)
-        healthy = {engine for engine, is_healthy in checked if is_healthy}
+        reports = await self.client.watch.reports()
+        stages = self._shown(reports, is_full=is_full)
+        healthy = {engine for engine, is_healthy in reports.items() if is_healthy}
         groups = [group for pool in self.pools.values() if (group := pool.serving())]
         complete = all(healthy.intersection(group) for group in groups)
         report: dict[str, Any] = {"status": "ok" if complete else "incomplete", "stages": stages}
@@ -185,16 +176,16 @@ class Router:
 
     async def _stages(self) -> dict[str, list[dict[str, Any]]]:
         """Check all engines, and return what is known of them, by stage."""
-        return self._shown(await self.health_checks.latest(), is_full=True)
+        return self._shown(await self.client.watch.reports(), is_full=True)
 
     def _shown(
-        self, checked: Iterable[Checked], *, is_full: bool
+        self, reports: Mapping[Engine, bool], *, is_full: bool
     ) -> dict[str, list[dict[str, Any]]]:
         stages: dict[str, list[dict[str, Any]]] = {}
-        for engine, healthy in checked:
+        for engine, healthy in reports.items():
             told: dict[str, Any] = {"name": engine.name, "healthy": healthy}
             if is_full:
-                told |= engine_state(self.pools[engine.stage], engine)
+                told |= engine_state(engine)
             stages.setdefault(engine.stage, []).append(told)
         return stages
 
@@ -202,9 +193,12 @@ class Router:
         """Return what was counted since the start. docs/metrics.md explains it."""
         return self._pipeline.counts()
 
-    async def _is_healthy(self, engine: Engine) -> bool:
-        # A hung engine is known to be unhealthy, and would take long to answer.
-        return not engine.is_hung and await self.client.is_healthy(engine)
+    async def _obstacle(self) -> str | None:
+        """Return why no request can be answered now, None if one can."""
+        if self.in_flight.is_draining:
+            return "the router is shutting down"
+        is_usable = await self.client.watch.any_is_healthy(self.pools[Stage.DECODE])
+        return None if is_usable else "no decode engine is usable"
 
 
 class Telemetry:

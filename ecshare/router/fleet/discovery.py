@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ecshare.router.fleet.engines import EnginePool
+from ecshare.router.fleet.tasks import end_all
 from ecshare.router.options.engine_urls import BY_NAME, port_of, url_at
 from ecshare.router.options.engines_file import Given, Urls, read_engines
 from ecshare.router.types import Stage
@@ -51,9 +52,7 @@ class FleetWatch:
 
     async def close(self) -> None:
         """Stop."""
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        await end_all([self._watching] if self._watching else [])
 
     async def look(self) -> None:
         """Read the file and look up the names. What cannot be read or looked up stays as it was."""

@@ -320,7 +320,7 @@ class Fleet:
     def is_left_out(self, engine: FakeEngine) -> bool:
         """Tell whether the router has found that this engine hangs."""
         workers = (each for group in self.router.pools.values() for each in group)
-        return any(worker.is_hung for worker in workers if worker.url == engine.url)
+        return any(worker.health.is_hung for worker in workers if worker.url == engine.url)
 
     def is_watched(self, engine: FakeEngine) -> bool:
         """Tell whether the router looks whether this engine hangs."""

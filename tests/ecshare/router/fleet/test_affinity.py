@@ -60,11 +60,11 @@ def test_only_the_keys_of_an_engine_that_goes_move() -> None:
     pool = EnginePool(Stage.DECODE, "abcd", 5.0, Clock())
     before = {key: chosen(pool, key) for key in keys(200)}
     gone = next(iter(pool))
-    pool.mark_failed(gone)
+    gone.health.note_lost_connection()
     after = {key: chosen(pool, key) for key in keys(200)}
     assert all(after[key] is before[key] for key in keys(200) if before[key] is not gone)
     assert len({after[key] for key in keys(200) if before[key] is gone}) == 3
-    pool.mark_answered(gone)
+    gone.health.note_status(200)
     assert {key: chosen(pool, key) for key in keys(200)} == before
 
 
@@ -118,13 +118,13 @@ def test_work_without_a_key_goes_to_the_least_work_not_the_fewest_requests() -> 
         assert pool.choose([b], Work(b"", 10)) is a
 
 
-def test_a_doubtful_engine_is_no_home() -> None:
+def test_a_failing_engine_is_no_home() -> None:
     pool = EnginePool(Stage.DECODE, "ab", 5.0, clock := Clock())
     home = chosen(pool, b"key")
     other = next(each for each in pool if each is not home)
-    pool.mark_doubtful(home)
+    home.health.note_failure()
     assert chosen(pool, b"key") is other
-    pool.mark_failed(other)
+    other.health.note_lost_connection()
     assert chosen(pool, b"key") is home, "better than none"
     clock.now_s = 5.0
     assert chosen(pool, b"key") is home

@@ -336,7 +336,7 @@ async def test_a_name_without_addresses_at_start_is_not_ready(
 async def test_an_engine_that_hangs_and_goes_is_not_asked_for_its_health(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ecshare.router.fleet.health.ASK_EVERY_S", 0.02)
+    monkeypatch.setattr("ecshare.router.fleet.watch.POLL_EVERY_S", 0.02)
     path = tmp_path / "engines.json"
     async with (
         FakeEngine(Hanging(), healthy=False).serving() as hung,
@@ -369,7 +369,7 @@ async def test_a_prefill_that_is_removed_while_it_works_hands_over(tmp_path: Pat
 def test_engines_that_stay_keep_their_state() -> None:
     pool = EnginePool(Stage.DECODE, "ab", 5.0, Clock())
     a, b = pool
-    pool.mark_hung(a)
+    a.health.note_poll(is_healthy=False, silent_s=1.0)
     with lease(pool, b, 100):
         pool.update("ca")
         c, still = pool

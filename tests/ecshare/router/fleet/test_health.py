@@ -3,7 +3,6 @@
 
 import asyncio
 import json
-import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,14 +13,11 @@ import pytest
 from aiohttp import web
 
 from ecshare.router.api.chat import CHAT
-from ecshare.router.fleet import health, model_lists
-from ecshare.router.fleet.engines import Engine, EnginePool
-from ecshare.router.fleet.health import HealthWatch, Wait
+from ecshare.router.fleet import models, watch
 from ecshare.router.types import Stage
 from tests.ecshare.router.fake_engine import (
     EVENTS,
     PNG,
-    Clock,
     FakeEngine,
     Fleet,
     Hanging,
@@ -46,7 +42,7 @@ Asked = asyncio.Task[tuple[aiohttp.ClientResponse, bytes]]
 @pytest.fixture(autouse=True)
 def _every_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent engines are asked for their health without much waiting."""
-    monkeypatch.setattr(health, "ASK_EVERY_S", TICK_S)
+    monkeypatch.setattr(watch, "POLL_EVERY_S", TICK_S)
 
 
 @asynccontextmanager
@@ -197,7 +193,7 @@ async def test_impatient_clients_do_not_hide_a_dead_engine() -> None:
 
 async def test_one_impatient_client_is_evidence_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the engine has answered somebody else a moment before."""
-    monkeypatch.setattr(health, "ASK_EVERY_S", 0.2)
+    monkeypatch.setattr(watch, "POLL_EVERY_S", 0.2)
     async with one_hangs(healthy=False) as (f, bad):
         with f.busy(f.decoders[1]):
             bad.answer = decoded
@@ -327,7 +323,7 @@ async def test_an_engine_that_a_proxy_says_is_gone_rests_as_ever() -> None:
 async def test_one_that_breaks_off_rests_and_does_not_hang(
     stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(health, "ASK_EVERY_S", 1.0)  # not while it has the request
+    monkeypatch.setattr(watch, "POLL_EVERY_S", 1.0)  # not while it has the request
     async with one_hangs(healthy=False) as (f, gone):
         gone.answer = hang_up
         for _ in range(3):
@@ -347,26 +343,26 @@ async def test_that_a_proxy_answers_for_it_is_no_sign_of_life() -> None:
             assert (await f.post(chat()))[0].status == 200
         assert len(bad.bodies) == 2
         (engine,) = (each for each in f.router.pools[Stage.DECODE] if each.url == bad.url)
-        assert engine.num_hangs, "on probation"
+        assert not engine.health.takes_one_more(in_flight=1), "on probation"
 
 
 async def test_a_hung_engine_holds_up_neither_lists_nor_the_first_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(model_lists, "HEDGE_S", TICK_S)
-    monkeypatch.setattr(model_lists, "TIMEOUT_S", LONG_S)  # would be seen
+    monkeypatch.setattr(models, "HEDGE_S", TICK_S)
+    monkeypatch.setattr(models, "TIMEOUT_S", LONG_S)  # would be seen
     async with fleet(0, 0, num_d=2) as f:
         hung = f.decoders[0]
         hung.answer, hung.healthy, hung.lists = Hanging(), False, asyncio.Event()
         for patience_s in (TICK_S, LONG_S):  # nobody waits for one that was waited for in vain
-            monkeypatch.setattr("ecshare.router.fleet.models.MAX_WAIT_S", patience_s)
-            response, _ = await asyncio.wait_for(f.post(chat() | {"model": "other"}), SOON_S)
-            assert response.status == 404, "the other one has said so"
+            monkeypatch.setattr(models, "MAX_WAIT_S", patience_s)
+            answer, _ = await asyncio.wait_for(f.post(chat() | {"model": "other"}), SOON_S)
+            assert answer.status == 404, "the other one has said so"
         assert hung.num_model_lists <= 2, "for its models, and for the client"
         for _ in range(2):
             get = f.client.get(f.url + "/v1/models", timeout=aiohttp.ClientTimeout(SOON_S))
-            async with get as models:
-                assert (await models.json())["data"] == [{"id": "m"}]
+            async with get as response:
+                assert (await response.json())["data"] == [{"id": "m"}]
 
 
 async def test_a_list_that_fails_is_had_from_another() -> None:
@@ -389,57 +385,6 @@ async def test_an_engine_that_hangs_is_not_asked_for_each_report() -> None:
             bad.url: False,
             f.decoders[1].url: True,
         }
-
-
-@dataclass
-class Watching:
-    """A watch over engines that say they are healthy."""
-
-    pool: EnginePool = field(
-        default_factory=lambda: EnginePool(Stage.DECODE, ("http://d",), 5.0, Clock())
-    )
-    num_asked: int = 0
-
-    async def _is_healthy(self, engine: Engine) -> bool:
-        self.num_asked += 1
-        return True
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[HealthWatch]:
-        watch = HealthWatch(self._is_healthy, TICK_S)
-        yield watch
-        await watch.close()
-
-    def wait(self) -> Wait:
-        now_s = asyncio.get_running_loop().time()
-        return Wait(now_s, 10 * TICK_S, 0, lambda: False, lambda error: None)
-
-
-async def test_patience_begins_anew_with_each_sign_of_life() -> None:
-    watching = Watching()
-    (engine,) = watching.pool
-    async with watching.running() as watch:
-        watch.begin(engine, watching.pool, watching.wait())
-        for number in range(1, 5):
-            await until(lambda: watching.num_asked >= 4 * number)  # noqa: B023
-            assert not engine.is_hung
-            engine.num_heard += 1
-        await until(lambda: engine.is_hung)
-
-
-async def test_an_engine_that_was_removed_is_forgotten_with_the_next_one() -> None:
-    watching = Watching()
-    async with watching.running() as watch:
-        engines = []
-        for url in ("http://d", "http://other"):
-            watching.pool.update((url,))
-            (engine,) = watching.pool
-            engines.append(weakref.ref(engine))
-            wait = watching.wait()
-            watch.begin(engine, watching.pool, wait)
-            watch.end(engine, wait, is_silent=False)
-            await until(lambda: not watch.watched)
-        assert engines[0]() is None
 
 
 async def test_the_router_stops_while_it_watches() -> None:

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from ecshare.router.api.chat import CHAT
-from ecshare.router.fleet import health
+from ecshare.router.fleet import watch
 from ecshare.router.types import Stage
 from tests.ecshare.router.fake_engine import (
     EVENTS,
@@ -123,7 +123,7 @@ PATIENCE_S = 1.0
 
 @pytest.fixture(autouse=True)
 def _every_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "ASK_EVERY_S", 0.02)
+    monkeypatch.setattr(watch, "POLL_EVERY_S", 0.02)
 
 
 @pytest.mark.parametrize("end", [error_event, break_off, hang])
@@ -176,15 +176,15 @@ async def test_comments_do_not_show_that_an_engine_serves_again() -> None:
     async with fleet(0, 0) as f:
         decoders = f.router.pools[Stage.DECODE]
         (engine,) = decoders
-        decoders.mark_doubtful(engine)
+        engine.health.note_failure()
         f.d.answer = idle = Idle(all_events)
         body = json.dumps(chat(stream=True))
         async with f.client.post(f.url + CHAT, data=body) as response:
             assert await response.content.readexactly(len(COMMENT)) == COMMENT
-            assert decoders.state(engine) == "doubtful"
+            assert engine.state == "failing"
             idle.go_on.set()
             assert await response.content.read() == ANSWER
-        assert decoders.state(engine) == "up"
+        assert engine.state == "up"
 
 
 PATHS = {

@@ -2,17 +2,20 @@
 """Which models engines serve: read behind the requests, and never waited for twice."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 
 from ecshare.router.api.errors import ApiError, EngineError, RefusalError
-from ecshare.router.fleet import model_lists, models
+from ecshare.router.fleet import models
+from ecshare.router.fleet.clients import Headers
 from ecshare.router.fleet.engines import Engine, EnginePool
-from ecshare.router.fleet.models import Cards, ServedModels
+from ecshare.router.fleet.models import ModelLists
 from ecshare.router.types import Stage
 from tests.ecshare.router.fake_engine import Clock, Fleet, chat, fleet
+from tests.waiting import until
 
 SOON_S = 5.0
 
@@ -58,7 +61,7 @@ async def test_a_slow_list_holds_nobody_up_who_asks_for_another_model(
 
 
 async def test_an_engine_with_a_slow_list_is_asked_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_lists, "TIMEOUT_S", 0.1)
+    monkeypatch.setattr(models, "TIMEOUT_S", 0.1)
     async with fleet(0, 0, num_d=2) as f:
         for engine in f.decoders:
             engine.lists = asyncio.Event()
@@ -84,27 +87,36 @@ async def background() -> None:
     await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
 
 
-class Lists:
-    """What engines list, by url; an error for one that does not answer. None: it does not tell."""
+class OpenLists(ModelLists):
+    async def check_client(self, headers: Headers) -> None:
+        """Every client is served."""
 
-    def __init__(self, **lists: str | None | Exception) -> None:
+
+class Lists:
+    """What engines list, by url: an error if one does not answer, None if it does not tell, an
+    event that it waits for."""
+
+    def __init__(self, **lists: str | None | Exception | asyncio.Event) -> None:
         self.lists = lists
         self.asked: list[str] = []
+        self.ended = False
         self.clock = Clock()
         self.pool = EnginePool(Stage.DECODE, lists, 5.0, self.clock)
-        self.served = ServedModels(
-            {Stage.DECODE: self.pool}, self.read, self.check_client, self.clock
-        )
+        self.served = OpenLists({Stage.DECODE: self.pool}, self.read, self.clock)
 
-    async def read(self, engine: Engine, headers: models.Headers) -> Cards | None:
+    async def read(self, engine: Engine, headers: Headers, limit_s: float) -> bytes | None:
         self.asked.append(engine.url)
         told = self.lists[engine.url]
         if isinstance(told, Exception):
             raise told
-        return None if told is None else {name: {"id": name} for name in told}
-
-    async def check_client(self, headers: models.Headers) -> None:
-        pass
+        if isinstance(told, asyncio.Event):
+            try:
+                await told.wait()
+            finally:
+                self.ended = True
+            return None
+        cards = [{"id": name} for name in told or ""]
+        return None if told is None else json.dumps({"data": cards}).encode()
 
     async def refuses(self, model: str) -> bool:
         try:
@@ -170,7 +182,7 @@ async def test_a_client_that_is_refused_keeps_nobody_from_being_told() -> None:
 async def test_an_engine_that_is_down_is_not_asked() -> None:
     d = Lists(a="m", b="n")
     _, b = d.pool
-    d.pool.mark_failed(b)
+    b.health.note_lost_connection()
     assert await d.refuses("n")
     assert d.asked == ["a"]
     d.clock.now_s += 5
@@ -188,9 +200,9 @@ async def test_what_the_operator_says_counts_more_than_what_an_engine_lists() ->
     for model, engines in {"m": "ab", "n": "b", "x": "c"}.items():
         assert not await d.refuses(model)
         assert "".join(each.url for each in d.pool.serving(model)) == engines
-    cards = await d.served.union({})
-    assert [card["id"] for card in cards] == ["m", "n", "x", "y"]
-    assert {"id": "m"} in cards, "as the engine describes it"
+    cards = await d.served.cards({})
+    assert [*cards] == [card["id"] for card in cards.values()] == ["m", "n", "x", "y"]
+    assert cards["m"] == {"id": "m"}, "as the engine describes it"
 
 
 async def test_a_model_goes_with_the_last_engine_that_serves_it() -> None:
@@ -201,23 +213,11 @@ async def test_a_model_goes_with_the_last_engine_that_serves_it() -> None:
 
 
 async def test_a_reading_ends_with_the_router() -> None:
-    begun = asyncio.Event()
-    ended = asyncio.Event()
-
-    async def read(engine: Engine, headers: models.Headers) -> Cards | None:
-        begun.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-        return None
-
-    d = Lists(d="m")
-    served = ServedModels({Stage.DECODE: d.pool}, read, d.check_client, Clock())
-    asked = asyncio.create_task(served.resolve("m", {}))
-    await begun.wait()
+    d = Lists(d=asyncio.Event())
+    asked = asyncio.create_task(d.served.resolve("m", {}))
+    await until(lambda: d.asked)
     asked.cancel()
     await asyncio.wait([asked])
-    assert not ended.is_set(), "others may wait for it"
-    await served.close()
-    assert ended.is_set()
+    assert not d.ended, "others may wait for it"
+    await d.served.close()
+    assert d.ended

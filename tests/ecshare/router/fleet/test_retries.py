@@ -376,9 +376,9 @@ async def _stream_of_an_error(http: web.Request, body: dict[str, Any]) -> web.St
         (failing(503), "down"),
         (failing(504), "down"),
         (hang_up, "down"),
-        (failing(500), "doubtful"),
-        (failing(429), "doubtful"),
-        (_stream_of_an_error, "doubtful"),
+        (failing(500), "failing"),
+        (failing(429), "failing"),
+        (_stream_of_an_error, "failing"),
         (failing(400), "up"),
         (decoded, "up"),
     ],
@@ -387,7 +387,7 @@ async def test_an_answer_tells_how_the_engine_is(answer: Answer, state: str) -> 
     async with fleet(0, 0, 1) as f:
         pool = f.router.pools[Stage.DECODE]
         (engine,) = pool
-        pool.mark_doubtful(engine)
+        engine.health.note_failure()
         f.d.answer = answer
         await f.post(chat(stream=True))
-        assert pool.state(engine) == state
+        assert engine.state == state

@@ -48,7 +48,7 @@ def engines(f: Fleet) -> list[FakeEngine]:
 
 
 def states(f: Fleet) -> set[str]:
-    return {pool.state(each) for pool in f.router.pools.values() for each in pool}
+    return {each.state for pool in f.router.pools.values() for each in pool}
 
 
 def other(number: int) -> bytes:
@@ -104,7 +104,7 @@ async def test_what_fails_on_a_new_connection_has_failed() -> None:
             assert (response.status, response.headers["x-ecshare-path"]) == (200, ALL_STAGES)
         assert len(bad.bodies) == 1
         decoders = f.router.pools[Stage.DECODE]
-        assert {each.url: decoders.state(each) for each in decoders}[bad.url] == "down"
+        assert {each.url: each.state for each in decoders}[bad.url] == "down"
         assert (await f.health())[1]["retries"]["made"] == 1
 
 
