@@ -7,6 +7,7 @@ nobody waits for the answer any more.
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 
 import msgspec
@@ -34,6 +35,7 @@ ANSWER_COST = 2
 _WHOLE_SECONDS = re.compile(r"[0-9]{1,3}|[1-3][0-9]{3}")
 
 
+@dataclass(eq=False, slots=True)
 class Call:
     """One request to an engine, and its answer. `async with` sends it and waits for the head of the
     answer; the engine counts as busy until the block ends.
@@ -42,37 +44,20 @@ class Call:
         EngineError: the engine fails, or a time limit ends, also inside the block.
     """
 
-    __slots__ = (
-        "_client", "_context", "_exchange", "_has_begun", "_limits", "_pool", "_record", "_wait",
-        "_work", "engine", "is_stream", "status",
-    )  # fmt: skip
-
-    def __init__(  # noqa: PLR0913 — what all of a call is made of
-        self,
-        client: "EngineClient",
-        engine: Engine,
-        exchange: Exchange,
-        limits: TimeLimits,
-        context: RequestContext,
-        record: EngineCall,
-        work: Work,
-    ) -> None:
-        """`context`: of the client's request; `record`: of this call, for subscribers."""
-        self._client = client
-        self.engine = engine
-        self._pool = client.pools[engine.stage]
-        self._exchange = exchange
-        self._limits = limits
-        self._context = context
-        self._record = record
-        self._work = work
-        self._wait: Wait | None = None
-        self._has_begun = False
-        self.status = 0
-        self.is_stream = False
+    _client: "EngineClient"
+    engine: Engine
+    _exchange: Exchange
+    _limits: TimeLimits
+    _context: RequestContext
+    _record: EngineCall
+    """What subscribers see of it."""
+    _work: Work
+    _wait: Wait | None = None
+    _has_begun: bool = False
+    is_stream: bool = False
 
     async def __aenter__(self) -> "Call":
-        self._pool.begin(self.engine, self._work.tokens)
+        self._client.pools[self.engine.stage].begin(self.engine, self._work.tokens)
         limit_s = self._limits.first_byte_s
         if limit_s is not None:
             give_up = self._exchange.abort
@@ -94,8 +79,9 @@ class Call:
         self._end(exc)
 
     def _is_last_resort(self) -> bool:
+        pool = self._client.pools[self.engine.stage]
         # Decode can do the work of the other stages, so only a decode engine can be the last.
-        if self.engine.stage is Stage.DECODE and not self._pool.choose([self.engine], self._work):
+        if self.engine.stage is Stage.DECODE and not pool.choose([self.engine], self._work):
             return True
         return self._limits.is_last_resort()
 
@@ -111,7 +97,7 @@ class Call:
         return failure
 
     def _read_head(self) -> None:
-        status = self.status = self._record.status = self._exchange.status
+        status = self._record.status = self.status
         self.is_stream = status == 200 and self.content_type.startswith("text/event-stream")
         # The head of a stream arrives before any token is computed, and so may comments in it.
         if not self.is_stream:
@@ -143,8 +129,13 @@ class Call:
             self._end_wait(is_silent=not is_gone)
         if isinstance(failure, EngineError):
             self.engine.health.note_failure()
-        self._pool.end(self.engine, self._work.tokens)
+        EnginePool.end(self.engine, self._work.tokens)
         self._client.events.call_ended(self._context, self._record, failure)
+
+    @property
+    def status(self) -> int:
+        """The status of the answer."""
+        return self._exchange.status
 
     @property
     def content_type(self) -> str:

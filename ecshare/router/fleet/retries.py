@@ -56,13 +56,12 @@ class _Part:
 
     def note_request(self) -> None:
         """Add what one request allows."""
-        self._left = min(_BURST, self._left + self._share)
+        self._left += self._share
 
     def _fill(self) -> None:
         now_s = self._clock_s()
-        if self._share:
-            self._left = min(_BURST, self._left + (now_s - self._filled_s) * _PER_S)
-        self._filled_s = now_s
+        more = (now_s - self._filled_s) * _PER_S if self._share else 0.0
+        self._left, self._filled_s = min(_BURST, self._left + more), now_s
 
 
 class RetryBudget:
@@ -74,25 +73,22 @@ class RetryBudget:
 
     def __init__(self, share: float, clock_s: Callable[[], float]) -> None:
         """`share` is that of each part: retries that each request allows, 0 for none at all."""
-        self._after_answers = _Part(share, clock_s)
-        self._others = _Part(share, clock_s)
+        self._parts = [_Part(share, clock_s) for _ in range(2)]
 
     def after(self, status: int | None) -> _Part:
         """Return the part for a retry after an answer with `status`; None: there was none."""
-        is_answer = status is not None and status not in GONE_STATUSES
-        return self._after_answers if is_answer else self._others
+        return self._parts[status is None or status in GONE_STATUSES]
 
     def note_request(self) -> None:
         """Add what one request allows."""
-        self._after_answers.note_request()
-        self._others.note_request()
+        for part in self._parts:
+            part.note_request()
 
     def status(self) -> dict[str, int]:
         """Return counts for the status page."""
-        both = self._after_answers, self._others
         return {
-            "made": sum(each.num_spent for each in both),
-            "refused": sum(each.num_refused for each in both),
+            "made": sum(part.num_spent for part in self._parts),
+            "refused": sum(part.num_refused for part in self._parts),
         }
 
 

@@ -161,6 +161,19 @@ class Held:
 
 
 @dataclass
+class First:
+    """Answers the first requests of a stage in another way, whichever engine they come to."""
+
+    first: Answer
+    otherwise: Answer
+    left: int = 1
+
+    async def __call__(self, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        self.left -= 1
+        return await (self.first if self.left >= 0 else self.otherwise)(http, body)
+
+
+@dataclass
 class FakeEngine:
     """One engine: `bodies`, `paths` and `headers` of the requests it got, in order."""
 
@@ -264,6 +277,16 @@ class FakeEngine:
             yield self
 
 
+def answer_all(engines: list[FakeEngine], answer: Answer) -> None:
+    for engine in engines:
+        engine.answer = answer
+
+
+def asked(engines: list[FakeEngine]) -> list[int]:
+    """Return how many requests the engines got, in order of the number."""
+    return sorted(len(engine.bodies) for engine in engines)
+
+
 @asynccontextmanager
 async def listening_on(runner: web.AppRunner) -> AsyncIterator[str]:
     """Serve what a runner runs on a socket of its own; yields its url."""
@@ -364,6 +387,7 @@ async def fleet(
     num_p: int = 1,
     num_d: int = 1,
     encoders_more: tuple[str, ...] = (),
+    prefillers_more: tuple[str, ...] = (),
     decoders_more: tuple[str, ...] = (),
     **options: Any,
 ) -> AsyncIterator[Fleet]:
@@ -377,7 +401,7 @@ async def fleet(
         e_urls, p_urls, d_urls = (tuple(engine.url for engine in group) for group in stages)
         config = RouterConfig(
             encoders=e_urls + encoders_more,
-            prefillers=p_urls,
+            prefillers=p_urls + prefillers_more,
             decoders=d_urls + decoders_more,
             # Turns are taken, so that tests know who is next.
             **{"status_key": Secret(STATUS_KEY.encode()), "balance": "load", **options},

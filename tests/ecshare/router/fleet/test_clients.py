@@ -120,9 +120,24 @@ class Decode:
             raise self.answer
 
 
-async def test_a_key_that_is_withdrawn_is_good_for_no_more_than_one_request() -> None:
-    decode, clock = Decode(), Clock()
-    known = KnownClients(decode, clock)
+@pytest.fixture
+def decode() -> Decode:
+    return Decode()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def known(decode: Decode, clock: Clock) -> KnownClients:
+    return KnownClients(decode, clock)
+
+
+async def test_a_key_that_is_withdrawn_is_good_for_no_more_than_one_request(
+    known: KnownClients, decode: Decode, clock: Clock
+) -> None:
     await known.check(GOOD)
     decode.answer = refusal = RefusalError(401, b"", "")
     clock.now_s += clients.FRESH_S
@@ -137,9 +152,9 @@ async def test_a_key_that_is_withdrawn_is_good_for_no_more_than_one_request() ->
     assert len(decode.asked) == 4
 
 
-async def test_a_known_key_outlives_a_decode_that_is_away_but_not_for_ever() -> None:
-    decode, clock = Decode(), Clock()
-    known = KnownClients(decode, clock)
+async def test_a_known_key_outlives_a_decode_that_is_away_but_not_for_ever(
+    known: KnownClients, decode: Decode, clock: Clock
+) -> None:
     await known.check(GOOD)
     decode.answer = EngineError(Stage.DECODE, "gone", reached=False)
     clock.now_s += clients.KEPT_S - 1

@@ -3,9 +3,9 @@
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -101,27 +101,18 @@ async def test_a_stream_moves_from_a_healthy_engine_after_the_time_out(
 async def test_a_whole_answer_may_take_its_time_at_a_healthy_engine() -> None:
     async with one_hangs(healthy=True, first_byte_timeout_s=0.05) as (f, slow):
         slow.answer = held = Held(decoded)
-        probed = count_probes(slow)
+        probes = count_probes(slow)
         asked = asyncio.create_task(f.post(chat()))
-        await until(lambda: probed.count >= 10)
+        await until(lambda: probes["asked"] >= 10)
         held.let_go.set()
         assert (await asked)[0].status == 200
         assert [len(engine.bodies) for engine in f.decoders] == [1, 0]
 
 
-@dataclass
-class Probes:
-    count: int = 0
-    answered: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-def count_probes(engine: FakeEngine) -> Probes:
-    probes = Probes()
-
-    def on_health() -> None:
-        probes.count += 1
-
-    engine.on_health = on_health
+def count_probes(engine: FakeEngine) -> Counter[str]:
+    """Count from now on how often an engine is asked for its health."""
+    probes: Counter[str] = Counter()
+    engine.on_health = lambda: probes.update(["asked"])
     return probes
 
 
@@ -137,8 +128,8 @@ async def test_a_stream_that_has_begun_is_not_cut_short() -> None:
             with f.busy(f.decoders[1]):
                 await f.post(chat(stream=True))
             assert f.is_left_out(slow)
-            seen = probes.count
-            await until(lambda: probes.count >= seen + 3)
+            seen = probes["asked"]
+            await until(lambda: probes["asked"] >= seen + 3)
             let_go.set()
             assert await response.content.readany() == EVENTS[-1]
 
@@ -174,21 +165,12 @@ async def test_a_single_engine_is_waited_for(healthy: bool, num_p: int) -> None:
         f.d.answer, f.d.healthy = held, _ = Held(decoded), healthy
         probes = count_probes(f.d)
         asked = asyncio.create_task(f.post(chat(stream=True)))
-        await until(lambda: probes.count >= 10)
+        await until(lambda: probes["asked"] >= 10)
         assert len(f.d.bodies) == 1
         held.let_go.set()
         assert (await asyncio.wait_for(asked, SOON_S))[1] == b"".join(EVENTS)
         f.d.healthy = True
         assert (await f.health())[0] == 200, "alive again with the first byte"
-
-
-async def test_impatient_clients_do_not_hide_a_dead_engine() -> None:
-    """One after the other gives up before anything is noticed."""
-    async with one_hangs(healthy=False) as (f, bad):
-        left = await give_up(f, bad)
-        assert left == 1
-        await until(lambda: f.is_left_out(bad))
-        assert (await asyncio.wait_for(f.post(chat()), SOON_S))[0].status == 200
 
 
 async def test_one_impatient_client_is_evidence_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +190,7 @@ async def test_an_answer_counts_for_more_than_a_late_health() -> None:
         slow.health_answers = asyncio.Event()
         probes = count_probes(slow)
         asked = asyncio.create_task(f.post(chat()))
-        await until(lambda: probes.count == 1)
+        await until(lambda: probes["asked"] == 1)
         held.let_go.set()
         await asked
         slow.health_answers.set()
@@ -216,8 +198,10 @@ async def test_an_answer_counts_for_more_than_a_late_health() -> None:
         assert not f.is_left_out(slow)
 
 
-async def give_up(f: Fleet, engine: FakeEngine, probes: Probes | None = None, **fields: Any) -> int:
-    """Ask `engine`, leave as soon as it has been asked; returns how many requests it has got.
+async def give_up(
+    f: Fleet, engine: FakeEngine, probes: Counter[str] | None = None, **fields: Any
+) -> None:
+    """Ask `engine`, and leave as soon as it has been asked.
 
     With `probes`, leave when it has been asked for its health twice meanwhile, or is left out.
     """
@@ -225,11 +209,10 @@ async def give_up(f: Fleet, engine: FakeEngine, probes: Probes | None = None, **
     asked = asyncio.create_task(f.post(chat(**fields)))
     await asyncio.wait_for(hanging.asked.wait(), SOON_S)
     if probes is not None:
-        enough = probes.count + 2
-        await until(lambda: probes.count >= enough or f.is_left_out(engine))
+        enough = probes["asked"] + 2
+        await until(lambda: probes["asked"] >= enough or f.is_left_out(engine))
     asked.cancel()
     await asyncio.wait_for(hanging.left.wait(), SOON_S)
-    return len(engine.bodies)
 
 
 async def test_impatient_clients_do_not_hide_a_gpu_that_hangs() -> None:
@@ -253,7 +236,7 @@ async def test_a_healthy_engine_that_clients_leave_is_not_left_out() -> None:
     async with one_hangs(healthy=True) as (f, well):
         probes = count_probes(well)
         await give_up(f, well)
-        await until(lambda: probes.count >= 1)
+        await until(lambda: probes["asked"] >= 1)
         await until(lambda: not f.is_watched(well))
         well.answer = decoded
         well.bodies.clear()
@@ -267,7 +250,7 @@ async def test_it_comes_back_when_its_health_answers_and_not_before() -> None:
         await f.post(chat())
         probes = count_probes(bad)
         f.clock.now_s += 1000  # a cool-down alone brings it no request
-        await until(lambda: probes.count >= 3)
+        await until(lambda: probes["asked"] >= 3)
         for _ in range(4):
             await f.post(chat())
         assert len(bad.bodies) == 1
@@ -276,26 +259,6 @@ async def test_it_comes_back_when_its_health_answers_and_not_before() -> None:
         for _ in range(4):
             await f.post(chat())
         assert len(bad.bodies) == 3
-
-
-async def test_one_that_is_healthy_but_never_answers_is_tried_with_one_request_and_less_often() -> (
-    None
-):
-    async with one_hangs(healthy=True, first_byte_timeout_s=0.1, cool_down_s=5.0) as (f, bad):
-        now_s = 0.0
-        for hangs, rest_s in enumerate((5.0, 10.0, 20.0), 1):
-            asked = [asyncio.create_task(f.post(chat(stream=True))) for _ in range(4)]
-            await asyncio.wait_for(asyncio.gather(*asked), SOON_S)
-            num_asked = len(bad.bodies)
-            assert hangs == 1 or num_asked == 1, "one request at a time"
-            assert f.is_left_out(bad)
-            bad.bodies.clear()
-            probes = count_probes(bad)
-            f.clock.now_s = now_s + rest_s - 0.1
-            await until(lambda: probes.count >= 3)  # noqa: B023
-            assert f.is_left_out(bad)
-            f.clock.now_s = now_s = now_s + rest_s
-            await until(lambda: not f.is_left_out(bad))
 
 
 @pytest.mark.parametrize("healthy", [False, True])
@@ -308,14 +271,6 @@ async def test_encode_and_prefill_engines_are_left_out_alike(stage: str, healthy
             response, _ = await asyncio.wait_for(f.post(chat(picture(PNG))), SOON_S)
             assert response.status == 200
             assert response.headers["x-ecshare-path"] == "decode"
-        assert len(bad.bodies) == 1
-
-
-async def test_an_engine_that_a_proxy_says_is_gone_rests_as_ever() -> None:
-    async with one_hangs(healthy=True) as (f, bad):
-        bad.answer = failing(503)
-        for _ in range(4):
-            assert (await f.post(chat()))[0].status == 200
         assert len(bad.bodies) == 1
 
 
@@ -363,34 +318,6 @@ async def test_a_hung_engine_holds_up_neither_lists_nor_the_first_request(
             get = f.client.get(f.url + "/v1/models", timeout=aiohttp.ClientTimeout(SOON_S))
             async with get as response:
                 assert (await response.json())["data"] == [{"id": "m"}]
-
-
-async def test_a_list_that_fails_is_had_from_another() -> None:
-    async with fleet(0, 0, num_d=1, decoders_more=("http://127.0.0.1:9",)) as f:
-        for _ in range(3):
-            async with f.client.get(f.url + "/v1/models") as response:
-                assert response.status == 200
-        response, _ = await f.post(chat() | {"model": "other"})
-        assert response.status == 404
-
-
-async def test_an_engine_that_hangs_is_not_asked_for_each_report() -> None:
-    async with one_hangs(healthy=False) as (f, bad):
-        await f.post(chat())
-        await until(lambda: f.is_left_out(bad))
-        bad.health_answers = asyncio.Event()
-        status, report = await asyncio.wait_for(f.health(), SOON_S)
-        assert status == 200
-        assert {each["url"]: each["healthy"] for each in report["stages"]["decode"]} == {
-            bad.url: False,
-            f.decoders[1].url: True,
-        }
-
-
-async def test_the_router_stops_while_it_watches() -> None:
-    async with one_hangs(healthy=False) as (f, bad):
-        await f.post(chat())
-        await until(lambda: f.is_left_out(bad))
 
 
 @pytest.fixture(autouse=True)

@@ -3,8 +3,6 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
 
@@ -14,72 +12,10 @@ from ecshare.router.fleet.clients import Headers
 from ecshare.router.fleet.engines import Engine, EnginePool
 from ecshare.router.fleet.models import ModelLists
 from ecshare.router.types import Stage
-from tests.ecshare.router.fake_engine import Clock, Fleet, chat, fleet
+from tests.ecshare.router.fake_engine import Clock
 from tests.waiting import until
 
 SOON_S = 5.0
-
-
-@asynccontextmanager
-async def slow_list() -> AsyncIterator[Fleet]:
-    """A fleet that has read D's list once, long ago; it now never comes."""
-    async with fleet(0, 0) as f:
-        await f.post(chat())
-        f.clock.now_s += 100
-        f.d.lists = asyncio.Event()
-        yield f
-
-
-async def test_a_slow_list_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "MAX_WAIT_S", 60.0)  # would be seen
-    async with slow_list() as f:
-        for _ in range(3):
-            assert (await f.post(chat()))[0].status == 200
-            f.clock.now_s += 100
-        assert f.d.num_lists_awaited == 1, "still, and one at a time"
-        assert f.d.num_model_lists == 2
-
-
-async def test_a_slow_list_holds_nobody_up_when_nothing_is_known_yet() -> None:
-    async with fleet(0, 0) as f:
-        f.d.lists = asyncio.Event()
-        for _ in range(2):
-            assert (await f.post(chat()))[0].status == 200
-        assert f.d.num_lists_awaited == f.d.num_model_lists == 1
-
-
-async def test_a_slow_list_holds_nobody_up_who_asks_for_another_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The stages are left to refuse it."""
-    async with slow_list() as f:
-        for patience_s in (0.05, 60.0):  # nobody waits for one that was waited for in vain
-            monkeypatch.setattr(models, "MAX_WAIT_S", patience_s)
-            assert (await f.post(chat() | {"model": "other"}))[0].status == 200
-        assert f.d.num_lists_awaited == 1
-        assert f.d.num_model_lists == 2
-
-
-async def test_an_engine_with_a_slow_list_is_asked_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "TIMEOUT_S", 0.1)
-    async with fleet(0, 0, num_d=2) as f:
-        for engine in f.decoders:
-            engine.lists = asyncio.Event()
-        await f.post(chat())
-        for engine in f.decoders:
-            await asyncio.wait_for(engine.list_left.wait(), SOON_S)
-        for _ in range(4):
-            await f.post(chat())
-        assert min(len(engine.bodies) for engine in f.decoders) >= 2
-
-
-async def test_a_model_that_was_loaded_a_moment_ago_is_found() -> None:
-    async with fleet(0, 0) as f:
-        await f.post(chat())
-        f.d.models = ("m", "new")
-        assert (await f.post(chat() | {"model": "new"}))[0].status == 404
-        f.clock.now_s += 1
-        assert (await f.post(chat() | {"model": "new"}))[0].status == 200
 
 
 async def background() -> None:
@@ -105,6 +41,7 @@ class Lists:
         self.served = OpenLists({Stage.DECODE: self.pool}, self.read, self.clock)
 
     async def read(self, engine: Engine, headers: Headers, limit_s: float) -> bytes | None:
+        assert 0 < limit_s < 10
         self.asked.append(engine.url)
         told = self.lists[engine.url]
         if isinstance(told, Exception):
@@ -129,6 +66,25 @@ class Lists:
 
 GONE = EngineError(Stage.DECODE, "gone", reached=False)
 REFUSED = RefusalError(401, b"", "")
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+async def test_a_slow_list_holds_up_one_request_at_most(
+    is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d = Lists(d="m")
+    if is_known:
+        assert not await d.refuses("m")
+        d.clock.now_s += 100
+    d.lists["d"] = asyncio.Event()
+    monkeypatch.setattr(models, "MAX_WAIT_S", 0.05)
+    assert not await d.refuses("n"), "the stages are left to refuse it"
+    monkeypatch.setattr(models, "MAX_WAIT_S", 60.0)
+    for model in "mnmn":
+        assert not await asyncio.wait_for(d.refuses(model), SOON_S)
+        d.clock.now_s += 100
+    assert len(d.asked) == 1 + is_known, "one at a time"
+    await d.served.close()
 
 
 async def test_a_list_that_fails_to_come_leaves_the_old_one() -> None:

@@ -161,17 +161,6 @@ async def test_a_stored_prompt_is_stored_for_its_model() -> None:
         assert models_of(f.decoders) == [["a"] * 2, ["b"] * 2]
 
 
-async def test_a_busy_model_does_not_keep_another_waiting() -> None:
-    async with two_models(max_decodes=1) as f:
-        f.d.answer = held = Held(f.d.answer)
-        asked = asyncio.create_task(f.post(ask("a")))
-        await asyncio.wait_for(held.asked.wait(), SOON_S)
-        assert (await f.post(ask("b")))[0].status == 200
-        assert (await f.post(ask("a")))[0].status == 429
-        held.let_go.set()
-        assert (await asked)[0].status == 200
-
-
 # --- adapters ---
 
 

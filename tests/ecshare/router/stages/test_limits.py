@@ -199,7 +199,7 @@ def models_of_two() -> tuple[EnginePool, StageLimits]:
     """Engines `a` and `b` that serve a model each, and `both`."""
     pool = EnginePool(Stage.DECODE, ["a", "b"], 5.0, Clock())
     for engine in pool:
-        pool.set_listed(engine, {engine.url: None, "both": None})
+        pool.set_cards(engine, {engine.url: {}, "both": {}})
     return pool, StageLimits({Stage.ENCODE: pool}, {Stage.ENCODE: 2})
 
 
