@@ -5,6 +5,7 @@ To leave a call closes its connection unless the whole answer was read, and so t
 nobody waits for the answer any more.
 """
 
+import asyncio
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -54,15 +55,17 @@ class Call:
     _work: Work
     _wait: Wait | None = None
     _has_begun: bool = False
+    status: int = 0
     is_stream: bool = False
 
     async def __aenter__(self) -> "Call":
         self._client.pools[self.engine.stage].begin(self.engine, self._work.tokens)
-        limit_s = self._limits.first_byte_s
+        health, limit_s = self.engine.health, self._limits.first_byte_s
         if limit_s is not None:
-            give_up = self._exchange.abort
-            watch = self._client.watch
-            self._wait = watch.begin(self.engine, limit_s, self._is_last_resort, give_up)
+            clock_s, abort = asyncio.get_running_loop().time, self._exchange.abort
+            self._wait = health.begin_wait(limit_s, clock_s, self._is_last_resort, abort)
+            if not health.is_watched:
+                self._client.watch.start(self.engine)
         try:
             await self._exchange.begin()
         except OSError as exc:  # with time-outs
@@ -97,45 +100,36 @@ class Call:
         return failure
 
     def _read_head(self) -> None:
-        status = self._record.status = self.status
+        status = self.status = self._record.status = self._exchange.status
         self.is_stream = status == 200 and self.content_type.startswith("text/event-stream")
-        # The head of a stream arrives before any token is computed, and so may comments in it.
-        if not self.is_stream:
+        if status in GONE_STATUSES:
             self._record.note_first_byte()
-            self._has_begun = status not in GONE_STATUSES
-        self.engine.health.note_status(status)
-        if not self.is_stream:
-            self._end_wait(is_silent=False)
-        if self._has_begun:
-            self.engine.health.note_sign_of_life(serves=not self.failed)
+            self.engine.health.note_lost_connection()
+        else:
+            self.engine.health.note_reached()
+            # The head of a stream arrives before any token is computed, and so may comments in it.
+            if not self.is_stream:
+                self.begin(is_error=self.failed)
 
     def begin(self, *, is_error: bool) -> None:
-        """Note that a stream has begun: with an error, or with a part of an answer."""
+        """Note that an answer has begun: with an error, or with a part of what was asked for."""
         self._has_begun = True
         self._record.note_first_byte()
-        self._end_wait(is_silent=False)
-        self.engine.health.note_sign_of_life(serves=not is_error)
-
-    def _end_wait(self, *, is_silent: bool) -> None:
-        if self._wait is not None:
-            wait, self._wait = self._wait, None
-            self.engine.health.note_end(wait, is_silent=is_silent)
+        wait, self._wait = self._wait, None
+        self.engine.health.note_begin(wait, serves=not is_error)
 
     def _end(self, failure: BaseException | None) -> None:
         self._exchange.close()
-        if self._wait is not None:
+        wait, self._wait = self._wait, None
+        if wait is not None:
             # One that breaks the connection is down, and may be back soon.
-            is_gone = isinstance(failure, Exception) and not _is_silence(failure)
-            self._end_wait(is_silent=not is_gone)
+            is_silent = failure is not None and _is_silence(failure)
+            health = self.engine.health
+            (health.note_silence if is_silent else health.end_wait)(wait)
         if isinstance(failure, EngineError):
             self.engine.health.note_failure()
         EnginePool.end(self.engine, self._work.tokens)
         self._client.events.call_ended(self._context, self._record, failure)
-
-    @property
-    def status(self) -> int:
-        """The status of the answer."""
-        return self._exchange.status
 
     @property
     def content_type(self) -> str:
@@ -315,9 +309,9 @@ def _is_failure(status: int) -> bool:
     return status >= 500 or status in OVERLOADED_STATUSES
 
 
-def _is_silence(failure: Exception) -> bool:
-    """Tell whether a call has failed because the engine took too long."""
-    return isinstance(failure.__cause__, TimeoutError)
+def _is_silence(failure: BaseException) -> bool:
+    """Tell whether a call has ended because the engine took too long for us or for the client."""
+    return not isinstance(failure, Exception) or isinstance(failure.__cause__, TimeoutError)
 
 
 def _content_type(exchange: Exchange) -> str:

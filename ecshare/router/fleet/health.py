@@ -20,8 +20,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ecshare.router.api.errors import GONE_STATUSES
-
 logger = logging.getLogger(__name__)
 
 _MAX_DOUBLINGS = 6
@@ -71,6 +69,8 @@ class Health:
         """When its cool-down ends."""
         self.waits: set[Wait] = set()
         """Those to which it owes a first byte."""
+        self.is_watched = False
+        """Whether its /health is polled while it is silent."""
         self.num_signs = 0
         """How often it has shown that it works: by a part of an answer."""
         self._failing_until_s = 0.0
@@ -92,11 +92,11 @@ class Health:
     @property
     def is_down(self) -> bool:
         """Whether it gets no requests."""
-        return self.rest_s > 0
+        return self.is_hung or self.down_until_s > self._clock_s()
 
     @property
     def rest_s(self) -> float:
-        """How long it gets no requests; infinite if it hangs."""
+        """How long it is down; infinite if it hangs."""
         return math.inf if self.is_hung else max(0.0, self.down_until_s - self._clock_s())
 
     @property
@@ -126,31 +126,50 @@ class Health:
         """
         self._failing_until_s = self._clock_s() + self._cool_down_s
 
-    def note_status(self, status: int) -> None:
-        """Note the head of an answer, or that a proxy says that the engine is gone."""
-        if status in GONE_STATUSES:
-            self.note_lost_connection()
-        elif not self._num_hangs:
+    def note_reached(self) -> None:
+        """Note the head of an answer that does not say that the engine is gone."""
+        if not self._num_hangs:
             self.down_until_s = 0.0
 
-    def note_sign_of_life(self, *, serves: bool = False) -> None:
-        """Note that it has sent a part of an answer; `serves`: the first part, and no error."""
-        self.num_signs += 1
-        self._patience_used = 0.0
+    def begin_wait(
+        self,
+        limit_s: float,
+        clock_s: Callable[[], float],
+        is_last_resort: Callable[[], bool],
+        give_up: Callable[[TimeoutError], None],
+    ) -> Wait:
+        """Return the wait of a request for its first byte. It ends with one of the following."""
+        wait = Wait(clock_s, clock_s(), limit_s, self.num_signs, is_last_resort, give_up)
+        self.waits.add(wait)
+        return wait
+
+    def note_begin(self, wait: Wait | None, *, serves: bool) -> None:
+        """Note the first byte of an answer, which `serves` the request or is an error."""
+        if wait is not None:
+            self.end_wait(wait)
         if serves:
             self._failing_until_s = 0.0
+        self.note_sign_of_life()
+
+    def note_sign_of_life(self) -> None:
+        """Note a part of an answer."""
+        self.num_signs += 1
+        self._patience_used = 0.0
         if self._num_hangs:
             self.is_hung, self._num_hangs, self.down_until_s = False, 0, 0.0
 
-    def note_end(self, wait: Wait, *, is_silent: bool) -> None:
-        """Note that `wait` ends. `is_silent`: without a first byte, though the engine has not
-        refused or broken the connection.
+    def note_silence(self, wait: Wait) -> None:
+        """Note that `wait` ends without a first byte, though the engine has not refused or broken
+        the connection.
         """
+        self.end_wait(wait)
+        self._abandoned_at = self.num_signs
+        if wait.is_late and self.num_signs == wait.num_signs_before:
+            self._note_hang("does not answer")
+
+    def end_wait(self, wait: Wait) -> None:
+        """Forget `wait`, which says nothing of the engine."""
         self.waits.discard(wait)
-        if is_silent:
-            self._abandoned_at = self.num_signs
-            if wait.is_late and self.num_signs == wait.num_signs_before:
-                self._note_hang("does not answer")
 
     def note_poll(self, *, is_healthy: bool, silent_s: float) -> None:
         """Note what /health says of an engine that has sent nothing else for `silent_s`."""

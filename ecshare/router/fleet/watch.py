@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from weakref import WeakKeyDictionary
 
 from ecshare.router.fleet.engines import Engine, EnginePool
-from ecshare.router.fleet.health import Wait
 from ecshare.router.fleet.tasks import end_all
 from ecshare.router.types import Stage
 
@@ -46,22 +45,10 @@ class HealthWatch:
         """The engines that are being watched: requests wait for them, or they may hang."""
         return {*self._watching}
 
-    def begin(
-        self,
-        engine: Engine,
-        limit_s: float,
-        is_last_resort: Callable[[], bool],
-        give_up: Callable[[TimeoutError], None],
-    ) -> Wait:
-        """Return a request's wait for a first byte of `engine`. Watch the engine until its health
-        notes the end of the wait.
-        """
-        clock_s, health = asyncio.get_running_loop().time, engine.health
-        wait = Wait(clock_s, clock_s(), limit_s, health.num_signs, is_last_resort, give_up)
-        health.waits.add(wait)
-        if engine not in self._watching:
-            self._watching[engine] = asyncio.create_task(self._watch(engine))
-        return wait
+    def start(self, engine: Engine) -> None:
+        """Watch `engine` as long as requests wait for its first byte, or it may hang."""
+        engine.health.is_watched = True
+        self._watching[engine] = asyncio.create_task(self._watch(engine))
 
     async def _watch(self, engine: Engine) -> None:
         health = engine.health
@@ -77,6 +64,7 @@ class HealthWatch:
                     if (health.is_hung or wait.is_late) and not wait.is_last_resort():
                         wait.give_up(TimeoutError("does not begin to answer"))
         finally:
+            health.is_watched = False
             del self._watching[engine]
 
     async def reports(self) -> dict[Engine, bool]:

@@ -66,7 +66,7 @@ def test_only_the_keys_of_an_engine_that_goes_or_comes_move(pool: EnginePool) ->
     after = {key: chosen(pool, key) for key in keys(200)}
     assert all(after[key] is before[key] for key in keys(200) if before[key] is not gone)
     assert len({after[key] for key in keys(200) if before[key] is gone}) == 3
-    gone.health.note_status(200)
+    gone.health.note_reached()
     assert {key: chosen(pool, key) for key in keys(200)} == before
     pool.update("abcde")
     moved = [engine for key in keys(200) if (engine := chosen(pool, key)) is not before[key]]

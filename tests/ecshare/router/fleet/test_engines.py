@@ -61,7 +61,7 @@ def test_an_engine_that_cannot_be_reached_rests_until_it_answers(
         if back == "cool-down":
             clock.now_s += COOL_DOWN_S
         else:
-            a.health.note_status(404)
+            a.health.note_reached()
         assert (a.state, pool.choose(others)) == ("up", a)
 
 
@@ -89,7 +89,7 @@ def test_a_failing_engine_comes_last_until_it_serves(pool: EnginePool, clock: Cl
         assert pool.choose() is c
         assert pool.choose([b, c]) is a, "better than none"
         for serves, state in ((False, "failing"), (True, "up")):
-            a.health.note_sign_of_life(serves=serves)
+            a.health.note_begin(None, serves=serves)
             assert a.state == state
         a.health.note_failure()
         clock.now_s = COOL_DOWN_S
@@ -119,7 +119,7 @@ def test_the_rest_of_one_that_hangs_doubles_has_an_end_and_no_answer_shortens_it
     rests_s = []
     for _ in range(9):
         hang(a)
-        a.health.note_status(200)
+        a.health.note_reached()
         a.health.note_lost_connection()
         until_s = a.health.down_until_s
         rests_s.append(until_s - clock.now_s)
@@ -131,10 +131,7 @@ def test_the_rest_of_one_that_hangs_doubles_has_an_end_and_no_answer_shortens_it
 
 
 def waiting(engine: Engine, clock: Clock, limit_s: float = 10.0) -> Wait:
-    signs = engine.health.num_signs
-    wait = Wait(clock, clock(), limit_s, signs, lambda: False, lambda error: None)
-    engine.health.waits.add(wait)
-    return wait
+    return engine.health.begin_wait(limit_s, clock, lambda: False, lambda error: None)
 
 
 def test_patience_lasts_as_long_as_the_shortest_limit_and_begins_anew_with_each_sign_of_life(
@@ -172,7 +169,7 @@ def test_a_wait_that_ends_late_is_evidence_unless_others_had_answers(
     clock.now_s = waited_s
     if has_signs:
         a.health.note_sign_of_life()
-    a.health.note_end(wait, is_silent=is_silent)
+    (a.health.note_silence if is_silent else a.health.end_wait)(wait)
     assert (a.health.is_hung, a.health.is_in_doubt) == (hangs, is_silent)
     assert not a.health.waits
 
