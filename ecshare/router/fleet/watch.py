@@ -36,19 +36,16 @@ class HealthWatch:
         self._is_healthy = is_healthy
         self._every_s = min(POLL_EVERY_S, shortest_limit_s)
         self._clock_s = clock_s
-        self._watching: dict[Engine, asyncio.Task[None]] = {}
+        self._watching: set[asyncio.Task[None]] = set()
         self._reports: WeakKeyDictionary[Engine, tuple[float, asyncio.Task[bool]]]
         self._reports = WeakKeyDictionary()
-
-    @property
-    def watched(self) -> set[Engine]:
-        """The engines that are being watched: requests wait for them, or they may hang."""
-        return {*self._watching}
 
     def start(self, engine: Engine) -> None:
         """Watch `engine` as long as requests wait for its first byte, or it may hang."""
         engine.health.is_watched = True
-        self._watching[engine] = asyncio.create_task(self._watch(engine))
+        watching = asyncio.create_task(self._watch(engine))
+        self._watching.add(watching)
+        watching.add_done_callback(self._watching.discard)
 
     async def _watch(self, engine: Engine) -> None:
         health = engine.health
@@ -65,7 +62,6 @@ class HealthWatch:
                         wait.give_up(TimeoutError("does not begin to answer"))
         finally:
             health.is_watched = False
-            del self._watching[engine]
 
     async def reports(self) -> dict[Engine, bool]:
         """Return whether each engine answers its /health, within a few seconds."""
@@ -97,7 +93,7 @@ class HealthWatch:
 
     async def close(self) -> None:
         """Stop."""
-        await end_all([*self._watching.values(), *(poll for _, poll in self._reports.values())])
+        await end_all([*self._watching, *(poll for _, poll in self._reports.values())])
 
 
 def _needs_watching(engine: Engine) -> bool:

@@ -18,6 +18,7 @@ from aiohttp.typedefs import Handler, Middleware
 from ecshare.router.api.chat import CHAT
 from ecshare.router.app import Router, make_runner
 from ecshare.router.fleet.engines import Engine, EnginePool
+from ecshare.router.fleet.health import Health
 from ecshare.router.options.config import RouterConfig
 from ecshare.router.options.secret import Secret
 from ecshare.router.types import Stage
@@ -342,12 +343,15 @@ class Fleet:
 
     def is_left_out(self, engine: FakeEngine) -> bool:
         """Tell whether the router has found that this engine hangs."""
-        workers = (each for group in self.router.pools.values() for each in group)
-        return any(worker.health.is_hung for worker in workers if worker.url == engine.url)
+        return any(health.is_hung for health in self._health_of(engine))
 
     def is_watched(self, engine: FakeEngine) -> bool:
         """Tell whether the router looks whether this engine hangs."""
-        return engine.url in {each.url for each in self.router.client.watch.watched}
+        return any(health.is_watched for health in self._health_of(engine))
+
+    def _health_of(self, engine: FakeEngine) -> list[Health]:
+        workers = (each for pool in self.router.pools.values() for each in pool)
+        return [worker.health for worker in workers if worker.url == engine.url]
 
     def in_flight(self, stage: str) -> int:
         """Return how many requests the engines of a stage have, as the router counts them."""

@@ -63,19 +63,6 @@ async def test_nothing_is_fetched_for_a_client_that_decode_refuses(
         assert not f.d.bodies
 
 
-async def test_a_known_client_is_asked_about_now_and_then_and_never_waits() -> None:
-    async with guarded() as (f, url, fetched):
-        assert (await f.post(at(url), GOOD))[0].status == 200
-        number = f.d.num_model_lists
-        assert (await f.post(at(url), GOOD))[0].status == 200
-        assert f.d.num_model_lists == number
-        f.clock.now_s += 20
-        f.d.lists = asyncio.Event()
-        for _ in range(3):
-            assert (await asyncio.wait_for(f.post(at(url), GOOD), SOON_S))[0].status == 200
-        assert len(fetched) == 5
-
-
 async def test_inline_media_and_text_need_no_check() -> None:
     async with guarded() as (f, _, _):
         await f.post(chat(), GOOD)

@@ -245,6 +245,14 @@ async def test_a_healthy_engine_that_clients_leave_is_not_left_out() -> None:
         assert len(well.bodies) == 2
 
 
+async def test_one_that_hangs_is_no_second_choice() -> None:
+    async with one_hangs(healthy=False) as (f, bad):
+        await f.post(chat())
+        f.decoders[1].answer = hang_up
+        assert (await asyncio.wait_for(f.post(chat()), SOON_S))[0].status == 502
+        assert len(bad.bodies) == 1
+
+
 async def test_it_comes_back_when_its_health_answers_and_not_before() -> None:
     async with one_hangs(healthy=False, cool_down_s=5.0) as (f, bad):
         await f.post(chat())

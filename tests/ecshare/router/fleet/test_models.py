@@ -52,7 +52,7 @@ class Lists:
             finally:
                 self.ended = True
             return None
-        cards = [{"id": name} for name in told or ""]
+        cards = [{"id": name, "root": engine.url} for name in told or ""]
         return None if told is None else json.dumps({"data": cards}).encode()
 
     async def refuses(self, model: str) -> bool:
@@ -148,7 +148,7 @@ async def test_an_engine_that_is_down_is_not_asked() -> None:
 
 
 async def test_what_the_operator_says_counts_more_than_what_an_engine_lists() -> None:
-    d = Lists(a="mn", b="mn", c=GONE)
+    d = Lists(a="mn", b="mn", c=None)
     told = {"a": frozenset("m"), "c": frozenset("xy")}
     d.pool.update("abc", told)
     assert not await d.refuses("m")
@@ -156,9 +156,11 @@ async def test_what_the_operator_says_counts_more_than_what_an_engine_lists() ->
     for model, engines in {"m": "ab", "n": "b", "x": "c"}.items():
         assert not await d.refuses(model)
         assert "".join(each.url for each in d.pool.serving(model)) == engines
+    d.clock.now_s += 1
+    assert await d.refuses("o")
     cards = await d.served.cards({})
     assert [*cards] == [card["id"] for card in cards.values()] == ["m", "n", "x", "y"]
-    assert cards["m"] == {"id": "m"}, "as the engine describes it"
+    assert cards["m"] == {"id": "m", "root": "a"}, "as the first engine describes it"
 
 
 async def test_a_model_goes_with_the_last_engine_that_serves_it() -> None:

@@ -53,9 +53,8 @@ async def test_a_decode_that_hangs_is_neither_asked_nor_ready() -> None:
         f.d.answer = Hanging()
         asked = asyncio.create_task(f.post(chat(stream=True)))
         await until(lambda: f.is_left_out(f.d))
-        f.d.health_answers = asyncio.Event()
-        assert (await asyncio.wait_for(ask(f, "/ready"), SOON_S))[0] == 503
-        (report,) = (await asyncio.wait_for(f.health(), SOON_S))[1]["stages"]["decode"]
+        assert (await ask(f, "/ready"))[0] == 503, "whatever its /health says"
+        (report,) = (await f.health())[1]["stages"]["decode"]
         assert (report["healthy"], report["state"]) == (False, "down")
         asked.cancel()
 
