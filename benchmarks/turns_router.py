@@ -16,7 +16,11 @@ class Turns(EnginePool):
 
     def choose(self, excluded: Collection[Engine] = (), work: Work | None = None) -> Engine | None:
         """Return it, among engines that are available and not `excluded`; None: there is none."""
-        live = [each for each in self.ranked(len(self)) if each not in excluded]
+        live = [
+            each
+            for each in self
+            if each.health.takes_one_more(each.in_flight) and each not in excluded
+        ]
         return min(live, key=lambda each: each.last_turn, default=None)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The router's routes."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -9,17 +9,11 @@ import msgspec
 from aiohttp import hdrs, web
 
 from ecshare.router.api.endpoints import PASSED_ON, SPLIT
-from ecshare.router.fleet.client import ANSWER_COST, EngineClient
+from ecshare.router.fleet.client import ANSWER_COST, MODELS, EngineClient
 from ecshare.router.fleet.discovery import FleetWatch, fixed
 from ecshare.router.fleet.engines import USUAL_BOUND, Engine, EnginePool
-from ecshare.router.fleet.model_lists import MODELS, ModelLists
-from ecshare.router.fleet.probes import (
-    Checked,
-    HealthChecks,
-    Probes,
-    Readiness,
-    engine_state,
-)
+from ecshare.router.fleet.models import ModelLists
+from ecshare.router.fleet.probes import Probes, engine_state
 from ecshare.router.http.bodies import read_body
 from ecshare.router.http.connections import Runner
 from ecshare.router.http.context import CONTEXT, RequestContext
@@ -41,6 +35,7 @@ from ecshare.router.telemetry.recent import RecentRequests
 from ecshare.router.types import Stage
 
 _SHUTDOWN_S = 5.0
+_NO_REPORTS: Mapping[Engine, bool] = {}
 _READERS = {**SPLIT, **PASSED_ON}
 
 
@@ -78,7 +73,6 @@ class Router:
         self._telemetry = Telemetry(
             config, Sources(self.pools, self._memory, self.counts, config.status_key is not None)
         )
-        self.health_checks = HealthChecks(self.pools, self._is_healthy, clock_s)
 
     def application(self) -> web.Application:
         """Return the web application. The pipeline lives as long as the application runs."""
@@ -89,9 +83,7 @@ class Router:
             app.router.add_post(path, partial(self._serve, path))
         app.router.add_get(MODELS, self._models)
         app.router.add_get("/health", self.health)
-        decoders = self.pools[Stage.DECODE]
-        readiness = Readiness(decoders, self._is_healthy, self.in_flight, self._clock_s)
-        probes = Probes(readiness, self._config.status_key, self._status)
+        probes = Probes(self._config.status_key, self._status, self._obstacle)
         for path, handler in {
             "/live": probes.live,
             "/ready": probes.ready,
@@ -116,9 +108,9 @@ class Router:
 
     async def _with_pipeline(self, app: web.Application) -> AsyncIterator[None]:
         events = self._telemetry.events
-        self.client = EngineClient(self._config, self.pools, events)
+        self.client = EngineClient(self._config, self.pools, events, self._clock_s)
         self._pipeline = Pipeline(self._config, self.client, events, self._siblings, self._clock_s)
-        self._lists = ModelLists(self.pools, self.client, self._clock_s)
+        self._lists = ModelLists(self.pools, self.client.models, self._clock_s)
         self._siblings.answer("known", lambda _: msgspec.json.encode(self.known()))
         await self._siblings.start()
         await self._fleet.start()
@@ -163,7 +155,8 @@ class Router:
         return await self._pipeline.pass_on(context)
 
     async def _models(self, http: web.Request) -> web.Response:
-        return await self._lists.models(http)
+        cards = await self._lists.cards(http[CONTEXT].headers)
+        return json_response(200, {"object": "list", "data": [*cards.values()]})
 
     async def health(self, http: web.Request) -> web.Response:
         """Check all engines: 200 if every stage has one that answers, else 503.
@@ -172,17 +165,17 @@ class Router:
         """
         key = self._config.status_key
         is_full = key is not None and key.matches(http.headers.get(hdrs.AUTHORIZATION))
-        checked = await self.health_checks.latest()
-        healthy = {engine for engine, is_healthy in checked if is_healthy}
+        reports = await self.client.watch.reports()
+        healthy = {engine for engine, is_healthy in reports.items() if is_healthy}
         groups = [group for pool in self.pools.values() if (group := pool.serving())]
         complete = all(healthy.intersection(group) for group in groups)
         report: dict[str, Any] = {"status": "ok" if complete else "incomplete"}
         if is_full:
-            known = await self._all_known(checked)
+            known = await self._all_known(reports)
             report |= {"stages": known["engines"], **known["counts"]}
         else:
             stages = report["stages"] = {}
-            for engine, is_healthy in checked:
+            for engine, is_healthy in reports.items():
                 shown = {"name": engine.name, "healthy": is_healthy}
                 stages.setdefault(engine.stage, []).append(shown)
         return json_response(200 if complete else 503, report)
@@ -191,7 +184,7 @@ class Router:
         """Return what holders of the status key are told, as far as it is known: no engine is
         asked.
         """
-        known = await self._all_known([])
+        known = await self._all_known({})
         return {
             "draining": known["draining"],
             "in_flight": known["in_flight"],
@@ -203,24 +196,23 @@ class Router:
             **known["counts"],
         }
 
-    async def _all_known(self, checked: Iterable[Checked] | None = None) -> dict[str, Any]:
+    async def _all_known(self, reports: Mapping[Engine, bool] | None = None) -> dict[str, Any]:
         """Return all that the router knows, with the result of a check of all engines."""
-        own = self.known(await self.health_checks.latest() if checked is None else checked)
+        own = self.known(await self.client.watch.reports() if reports is None else reports)
         theirs = await self._siblings.ask("known")
         known: dict[str, Any] = merged([own, *(msgspec.json.decode(each) for _, each in theirs)])
         return known
 
-    def known(self, checked: Iterable[Checked] = ()) -> dict[str, Any]:
+    def known(self, reports: Mapping[Engine, bool] = _NO_REPORTS) -> dict[str, Any]:
         """Return what this worker knows."""
-        healthy = {engine: {"healthy": is_healthy} for engine, is_healthy in checked}
+        healthy = {engine: {"healthy": is_healthy} for engine, is_healthy in reports.items()}
         return {
             "draining": self.in_flight.is_draining,
             "in_flight": len(self.in_flight),
             "used": {stage: self._pipeline.limits.used(stage) for stage in self.pools},
             "engines": {
                 stage: [
-                    engine_state(pool, each) | healthy.get(each, {})
-                    for each in (*pool, *pool.leaving)
+                    engine_state(each) | healthy.get(each, {}) for each in (*pool, *pool.leaving)
                 ]
                 for stage, pool in self.pools.items()
             },
@@ -234,9 +226,12 @@ class Router:
         """Return what was counted since the start. docs/metrics.md explains it."""
         return self._pipeline.counts()
 
-    async def _is_healthy(self, engine: Engine) -> bool:
-        # A hung engine is known to be unhealthy, and would take long to answer.
-        return not engine.is_hung and await self.client.is_healthy(engine)
+    async def _obstacle(self) -> str | None:
+        """Return why no request can be answered now, None if one can."""
+        if self.in_flight.is_draining:
+            return "the router is shutting down"
+        is_usable = await self.client.watch.any_is_healthy(self.pools[Stage.DECODE])
+        return None if is_usable else "no decode engine is usable"
 
 
 class Telemetry:

@@ -118,11 +118,11 @@ def _with_fitting_connections(config: RouterConfig) -> RouterConfig:
 
 async def _log_health(router: Router) -> None:
     """Log which engines do not answer. Nothing depends on it: they may start later."""
-    asked = await router.health_checks.latest()
-    for engine, is_healthy in asked:
+    asked = await router.client.watch.reports()
+    for engine, is_healthy in asked.items():
         if not is_healthy:
             logger.warning(
                 "the %s engine %s does not answer GET /health yet", engine.stage, engine.url
             )
-    if all(is_healthy for _, is_healthy in asked):
+    if all(asked.values()):
         logger.info("all %d engines answer", len(asked))

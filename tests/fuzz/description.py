@@ -16,7 +16,7 @@ from ecshare.router.api.endpoints import (
     PASSED_ON,
     RESPONSES_ENDPOINT,
 )
-from ecshare.router.fleet.model_lists import MODELS
+from ecshare.router.fleet.client import MODELS
 
 Json = dict[str, Any]
 

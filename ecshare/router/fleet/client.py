@@ -7,7 +7,8 @@ nobody waits for the answer any more.
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 
 import msgspec
@@ -15,8 +16,9 @@ import msgspec
 from ecshare.router.api.client_request import Request
 from ecshare.router.api.errors import GONE_STATUSES, OVERLOADED_STATUSES, EngineError, RefusalError
 from ecshare.router.fleet.engines import Engine, EnginePool
-from ecshare.router.fleet.exchange import ConnectError, Connections, Exchange
-from ecshare.router.fleet.health import HealthWatch, SilentError, TimeLimits, Wait
+from ecshare.router.fleet.exchange import BrokenError, ConnectError, Connections, Exchange
+from ecshare.router.fleet.health import TimeLimits, Wait
+from ecshare.router.fleet.watch import HealthWatch
 from ecshare.router.http.blobs import Payload
 from ecshare.router.http.context import EngineCall, RequestContext
 from ecshare.router.http.events import Events
@@ -27,15 +29,14 @@ from ecshare.router.types import Stage, Work
 from ecshare.store.integrity import TOKEN_HEADER
 
 CONNECT_TIMEOUT_S = 5.0
-_HEALTH_TIMEOUT_S = 2.0
-_PROBE_TIMEOUT_S = 4.0  # longer: requests move to other engines if it fails
+MODELS = "/v1/models"
 _MAX_ANSWER_BYTES = 64 * 1024 * 1024
 ANSWER_COST = 2
 """Bytes of memory for each byte of an answer: it is copied once more when it is sent."""
 _WHOLE_SECONDS = re.compile(r"[0-9]{1,3}|[1-3][0-9]{3}")
-_NO_WORK = Work()
 
 
+@dataclass(eq=False, slots=True)
 class Call:
     """One request to an engine, and its answer. `async with` sends it and waits for the head of the
     answer; the engine counts as busy until the block ends.
@@ -44,42 +45,30 @@ class Call:
         EngineError: the engine fails, or a time limit ends, also inside the block.
     """
 
-    __slots__ = (
-        "_client", "_context", "_exchange", "_has_begun", "_limits", "_pool", "_record", "_wait",
-        "_work", "engine", "is_stream", "status",
-    )  # fmt: skip
-
-    def __init__(  # noqa: PLR0913 — what all of a call is made of
-        self,
-        client: "EngineClient",
-        engine: Engine,
-        exchange: Exchange,
-        limits: TimeLimits,
-        observed: tuple[RequestContext, EngineCall] | None,
-        work: Work | None,
-    ) -> None:
-        """`observed`: who made it, and its record for subscribers. `work`: None if it is none."""
-        self._client = client
-        self.engine = engine
-        self._pool = client.pools[engine.stage]
-        self._exchange = exchange
-        self._limits = limits
-        self._context = None if observed is None else observed[0]
-        self._record = None if observed is None else observed[1]
-        self._work = work
-        self._wait: Wait | None = None
-        self._has_begun = False
-        self.status = 0
-        self.is_stream = False
+    _client: "EngineClient"
+    engine: Engine
+    _exchange: Exchange
+    _limits: TimeLimits
+    _context: RequestContext
+    _record: EngineCall
+    """What subscribers see of it."""
+    _work: Work
+    _wait: Wait | None = None
+    _has_begun: bool = False
+    status: int = 0
+    is_stream: bool = False
 
     async def __aenter__(self) -> "Call":
-        if self._work is not None:
-            self._pool.begin(self.engine, self._work.tokens)
-        if self._limits.first_byte_s is not None:
-            self._begin_wait(self._limits.first_byte_s)
+        self._client.pools[self.engine.stage].begin(self.engine, self._work.tokens)
+        health, limit_s = self.engine.health, self._limits.first_byte_s
+        if limit_s is not None:
+            clock_s, abort = asyncio.get_running_loop().time, self._exchange.abort
+            self._wait = health.begin_wait(limit_s, clock_s, self._is_last_resort, abort)
+            if not health.is_watched:
+                self._client.watch.start(self.engine)
         try:
             await self._exchange.begin()
-        except (OSError, SilentError) as exc:  # with time-outs
+        except OSError as exc:  # with time-outs
             raise self._ended_by(exc) from exc  # no variable: it and its traceback form a cycle
         except BaseException as exc:
             self._end(exc)
@@ -92,95 +81,65 @@ class Call:
     ) -> None:
         self._end(exc)
 
-    def _begin_wait(self, limit_s: float) -> None:
-        def may_give_up() -> bool:
-            # Decode can do the work of the other stages, so only a decode engine can be the last.
-            is_alone = self._pool.choose([self.engine], self._work or _NO_WORK) is None
-            is_last = self.engine.stage is Stage.DECODE and is_alone
-            return not is_last and not self._limits.is_last_resort()
+    def _is_last_resort(self) -> bool:
+        pool = self._client.pools[self.engine.stage]
+        # Decode can do the work of the other stages, so only a decode engine can be the last.
+        if self.engine.stage is Stage.DECODE and not pool.choose([self.engine], self._work):
+            return True
+        return self._limits.is_last_resort()
 
-        now_s = asyncio.get_running_loop().time()
-        self._wait = Wait(now_s, limit_s, self.engine.num_heard, may_give_up, self._exchange.abort)
-        self._client.watch.begin(self.engine, self._pool, self._wait)
-
-    def _ended_by(self, exc: Exception) -> EngineError:
-        """End a call without an answer, and return its error. The engine's cool-down starts unless
-        it may just be slow: the watch finds engines that hang.
+    def _ended_by(self, exc: OSError) -> EngineError:
+        """End a call without an answer, and return its error. The engine is down unless it may just
+        be slow: the watch finds engines that hang.
         """
-        if not isinstance(exc, TimeoutError | SilentError):
-            self._pool.mark_failed(self.engine)
-        reason = f"{self.engine.url}: {exc or type(exc).__name__}"
-        failure = EngineError(self.engine.stage, reason, reached=not isinstance(exc, ConnectError))
+        if not isinstance(exc, TimeoutError):
+            self.engine.health.note_lost_connection()
+        failure = _unanswered(self.engine, exc)
         failure.__cause__ = exc  # `_end` looks at it
         self._end(failure)
         return failure
 
     def _read_head(self) -> None:
-        status = self.status = self._exchange.status
+        status = self.status = self._record.status = self._exchange.status
         self.is_stream = status == 200 and self.content_type.startswith("text/event-stream")
-        if self._record is not None:
-            self._record.status = status
         if status in GONE_STATUSES:
-            self._pool.mark_failed(self.engine)
+            self._record.note_first_byte()
+            self.engine.health.note_lost_connection()
         else:
-            self._pool.mark_answered(self.engine)
-        # The head of a stream arrives before any token is computed, and so may comments in it.
-        if not self.is_stream:
-            self._has_begun = True
-            if status not in GONE_STATUSES:
-                self._note_first_byte()
-            elif self._record is not None:
-                self._record.note_first_byte()
-            if not self.failed and self._work is not None:
-                self._pool.mark_good(self.engine)
+            self.engine.health.note_reached()
+            # The head of a stream arrives before any token is computed, and so may comments in it.
+            if not self.is_stream:
+                self.begin(is_error=self.failed)
 
     def begin(self, *, is_error: bool) -> None:
-        """Note that a stream has begun: with an error, or with a part of an answer."""
+        """Note that an answer has begun: with an error, or with a part of what was asked for."""
         self._has_begun = True
-        self._note_first_byte()
-        if not is_error and self._work is not None:
-            self._pool.mark_good(self.engine)
-
-    def _note_first_byte(self) -> None:
-        if self._record is not None:
-            self._record.note_first_byte()
-        self._end_wait(is_silent=False)
-        self._note_life()
-
-    def _note_life(self) -> None:
-        if self._work is None:  # a list of models is there without the GPU
-            return
-        engine = self.engine
-        engine.num_heard += 1
-        if engine.num_hangs:
-            self._pool.mark_alive(engine)
-
-    def _end_wait(self, *, is_silent: bool) -> None:
-        if self._wait is not None:
-            wait, self._wait = self._wait, None
-            self._client.watch.end(self.engine, wait, is_silent=is_silent)
+        self._record.note_first_byte()
+        wait, self._wait = self._wait, None
+        self.engine.health.note_begin(wait, serves=not is_error)
 
     def _end(self, failure: BaseException | None) -> None:
         self._exchange.close()
-        cause = None if failure is None else failure.__cause__
-        is_gone = isinstance(failure, Exception) and not isinstance(
-            cause, TimeoutError | SilentError
-        )
-        self._end_wait(is_silent=not is_gone)
-        if self._work is not None:
-            self._pool.end(self.engine, self._work.tokens)
-        if self._context is not None and self._record is not None:
-            self._client.events.call_ended(self._context, self._record, failure)
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            # One that breaks the connection is down, and may be back soon.
+            is_silent = failure is not None and _is_silence(failure)
+            health = self.engine.health
+            (health.note_silence if is_silent else health.end_wait)(wait)
+        if isinstance(failure, EngineError):
+            self.engine.health.note_failure()
+        EnginePool.end(self.engine, self._work.tokens)
+        self._client.events.call_ended(self._context, self._record, failure)
 
     @property
     def content_type(self) -> str:
         """The type of the answer's body."""
-        return self._exchange.headers.get("content-type", "application/json")
+        return _content_type(self._exchange)
 
     @property
     def failed(self) -> bool:
         """Whether it is a 5xx, 408 or 429: another engine or another path may succeed."""
-        return self.status >= 500 or self.status in OVERLOADED_STATUSES
+        return _is_failure(self.status)
 
     @property
     def returned(self) -> dict[str, str]:
@@ -202,18 +161,17 @@ class Call:
         """
         try:
             chunk = await self._exchange.chunk()
-        except (OSError, SilentError) as exc:
-            if self._record is not None:
-                self._record.is_broken = True  # the reader may handle the error within the call
+        except OSError as exc:
+            self._record.is_broken = True  # the reader may handle the error within the call
             reason = f"the answer broke off: {exc or type(exc).__name__}"
             raise EngineError(self.engine.stage, reason, reached=True) from exc
         # A comment in a stream is no sign of life: vLLM's server sends them while its engine hangs.
         if chunk and self._has_begun and not (self.is_stream and chunk.startswith(b":")):
-            self._note_life()
+            self.engine.health.note_sign_of_life()
         return chunk
 
-    async def read(self, reservation: Reservation | None = None) -> bytes | bytearray:
-        """Return the whole body. The memory for it is taken from `reservation`, if there is one.
+    async def read(self, reservation: Reservation) -> bytearray:
+        """Return the whole body. The memory for it is taken from `reservation`.
 
         Raises:
             ApiError: there is no memory for it.
@@ -221,8 +179,7 @@ class Call:
         """
         body = bytearray()
         while chunk := await self.chunk():
-            if reservation is not None:
-                reservation.take(len(chunk) * ANSWER_COST)
+            reservation.take(len(chunk) * ANSWER_COST)
             body += chunk
             if len(body) > _MAX_ANSWER_BYTES:
                 raise EngineError(self.engine.stage, "the answer is too large", reached=True)
@@ -233,10 +190,14 @@ class EngineClient:
     """Calls engines, over connections that are kept. Create and close it inside the event loop."""
 
     def __init__(
-        self, config: RouterConfig, pools: Mapping[Stage, EnginePool], events: Events
+        self,
+        config: RouterConfig,
+        pools: Mapping[Stage, EnginePool],
+        events: Events,
+        clock_s: Callable[[], float],
     ) -> None:
         """`events` hear of the calls that are made for a request of a client."""
-        self._config = config
+        self._stage_limits = TimeLimits(config.stage_timeout_s, config.stage_timeout_s)
         self.pools = pools
         self.events = events
         self._own_headers = {"Content-Type": "application/json"}
@@ -244,7 +205,7 @@ class EngineClient:
             self._own_headers[TOKEN_HEADER] = config.router_token
         self._connections = Connections(config.max_connections, connect_timeout_s=CONNECT_TIMEOUT_S)
         shortest_limit_s = min(config.first_byte_timeout_s, config.stage_timeout_s)
-        self.watch = HealthWatch(self._answers_probe, shortest_limit_s)
+        self.watch = HealthWatch(pools, self.is_healthy, shortest_limit_s, clock_s)
 
     async def close(self) -> None:
         """Close every connection."""
@@ -265,16 +226,7 @@ class EngineClient:
         headers = {**context.headers, **self._own_headers, **record.headers}
         url = engine.url + (path or context.client.endpoint.path)
         exchange = self._connections.exchange("POST", url, headers, payload, limits.total_s)
-        return Call(self, engine, exchange, limits, (context, record), payload.work)
-
-    def get(
-        self, engine: Engine, path: str, headers: Mapping[str, str], limits: TimeLimits
-    ) -> Call:
-        """Return a call that only asks: it is no work, and no subscriber hears of it."""
-        exchange = self._connections.exchange(
-            "GET", engine.url + path, {**headers, **self._own_headers}, None, limits.total_s
-        )
-        return Call(self, engine, exchange, limits, None, None)
+        return Call(self, engine, exchange, limits, context, record, payload.work)
 
     async def ask(
         self,
@@ -290,27 +242,53 @@ class EngineClient:
             RefusalError: the engine answered 4xx.
             EngineError: there was no usable answer.
         """
-        limit_s = self._config.stage_timeout_s
-        limits = TimeLimits(limit_s, limit_s)
         try:
-            async with self.call(context, engine, payload, limits, path) as call:
+            async with self.call(context, engine, payload, self._stage_limits, path) as call:
                 body = await call.read(context.reservation)
+                if call.failed or lacks_model(call.status, body):
+                    raise call.failure()
+                if call.status >= 400:
+                    raise RefusalError(call.status, bytes(body), call.content_type)
+                try:
+                    return msgspec.json.decode(body, type=Request)
+                except (ValueError, RecursionError) as exc:  # also where it is no UTF-8
+                    reason = f"unreadable answer: {exc}"
+                    raise EngineError(engine.stage, reason, reached=True) from exc
         except EngineError as failure:
-            timed_out = isinstance(failure.__cause__, TimeoutError | SilentError)
-            if failure.reached and timed_out and not engine.is_hung:
+            if failure.reached and _is_silence(failure) and not engine.health.is_hung:
                 failure.note_overload()
             raise
-        if call.failed or lacks_model(call.status, body):
-            raise call.failure()
-        if call.status >= 400:
-            raise RefusalError(call.status, bytes(body), call.content_type)
-        try:
-            return msgspec.json.decode(body, type=Request)
-        except (ValueError, RecursionError) as exc:  # also where it is no UTF-8
-            reason = f"unreadable answer: {exc}"
-            raise EngineError(engine.stage, reason, reached=True) from exc
 
-    async def is_healthy(self, engine: Engine, limit_s: float = _HEALTH_TIMEOUT_S) -> bool:
+    async def models(
+        self, engine: Engine, headers: Mapping[str, str], limit_s: float
+    ) -> bytearray | None:
+        """Return an engine's list of models as it tells a client with these headers, None if it
+        gives none. That is no work: it says nothing of the engine's health.
+
+        Raises:
+            RefusalError: the engine does not serve the client.
+            EngineError: it did not answer.
+        """
+        headers = {**headers, **self._own_headers}
+        exchange = self._connections.exchange("GET", engine.url + MODELS, headers, None, limit_s)
+        body = bytearray()
+        try:
+            await exchange.begin()
+            while chunk := await exchange.chunk():
+                body += chunk
+                if len(body) > _MAX_ANSWER_BYTES:
+                    raise BrokenError("the answer is too large")
+        except OSError as exc:
+            raise _unanswered(engine, exc) from exc
+        finally:
+            exchange.close()
+        if exchange.status in (401, 403):
+            raise RefusalError(exchange.status, bytes(body), _content_type(exchange))
+        if _is_failure(exchange.status):
+            raise EngineError(engine.stage, f"HTTP {exchange.status}", reached=True)
+        return body if exchange.status == 200 else None
+
+    async def is_healthy(self, engine: Engine, limit_s: float) -> bool:
         """Ask one engine whether it is healthy."""
         exchange = self._connections.exchange("GET", f"{engine.url}/health", {}, None, limit_s)
         try:
@@ -321,8 +299,23 @@ class EngineClient:
             exchange.close()
         return exchange.status == 200
 
-    async def _answers_probe(self, engine: Engine) -> bool:
-        return await self.is_healthy(engine, _PROBE_TIMEOUT_S)
+
+def _unanswered(engine: Engine, exc: OSError) -> EngineError:
+    reason = f"{engine.url}: {exc or type(exc).__name__}"
+    return EngineError(engine.stage, reason, reached=not isinstance(exc, ConnectError))
+
+
+def _is_failure(status: int) -> bool:
+    return status >= 500 or status in OVERLOADED_STATUSES
+
+
+def _is_silence(failure: BaseException) -> bool:
+    """Tell whether a call has ended because the engine took too long for us or for the client."""
+    return not isinstance(failure, Exception) or isinstance(failure.__cause__, TimeoutError)
+
+
+def _content_type(exchange: Exchange) -> str:
+    return exchange.headers.get("content-type", "application/json")
 
 
 def lacks_model(status: int, body: bytes | bytearray) -> bool:

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Awaitable, Callable, Mapping
 
 from ecshare.router.api.errors import EngineError, RefusalError
+from ecshare.router.fleet.tasks import end_all
 from ecshare.store.recent import Recent
 
 Headers = Mapping[str, str]
@@ -42,7 +43,7 @@ class KnownClients:
             RefusalError: decode refuses them.
             EngineError: decode does not tell.
         """
-        key = _hashed(headers)
+        key = hashlib.sha256(headers.get("Authorization", "").encode()).digest()
         age_s = self._clock_s() - self._accepted_s.get(key, float("-inf"))
         if age_s >= KEPT_S:
             await self._update(key, headers)
@@ -51,10 +52,7 @@ class KnownClients:
 
     async def close(self) -> None:
         """Cancel the checks in progress."""
-        tasks = list(self._asking.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_all(self._asking.values())
 
     async def _refresh(self, key: bytes, headers: Headers) -> None:
         try:
@@ -70,7 +68,3 @@ class KnownClients:
             self._accepted_s.pop(key, None)
             raise
         self._accepted_s[key] = self._clock_s()
-
-
-def _hashed(headers: Headers) -> bytes:
-    return hashlib.sha256(headers.get("Authorization", "").encode()).digest()

@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ecshare.router.fleet.engines import EnginePool
+from ecshare.router.fleet.tasks import end_all
 from ecshare.router.options.engine_urls import BY_NAME, port_of, url_at
 from ecshare.router.options.engines_file import Given, Urls, read_engines
 from ecshare.router.types import Stage
@@ -51,23 +52,22 @@ class FleetWatch:
 
     async def close(self) -> None:
         """Stop."""
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        await end_all([self._watching] if self._watching else [])
 
     async def look(self) -> None:
         """Read the file and look up the names. What cannot be read or looked up stays as it was."""
         if self._path is not None:
             await self._read(self._path)
         await gather_all([self._resolve(url) for url in self._names()])
-        self._update(self._expanded())
-
-    def _update(self, found: Given) -> None:
+        models = self._given.assigned_models
         for stage, pool in self._pools.items():
-            urls = found.urls[stage]
-            if urls != tuple(engine.url for engine in pool):
-                logger.info("the %s engines are now: %s", stage, ", ".join(urls) or "none")
-            pool.update(urls, found.assigned_models)
+            given = self._given.urls[stage]
+            engines = {each: url for url in given for each in self._addresses_of(url)}
+            if list(engines) != [engine.url for engine in pool]:
+                logger.info("the %s engines are now: %s", stage, ", ".join(engines) or "none")
+            pool.update(
+                engines, {each: models[url] for each, url in engines.items() if url in models}
+            )
 
     async def _watch(self) -> None:
         while True:
@@ -100,17 +100,6 @@ class FleetWatch:
             return
         addresses = sorted({str(address[0]) for *_, address in found})
         self._addresses[url] = tuple(url_at(parts, each) for each in addresses[:_MAX_ADDRESSES])
-
-    def _expanded(self) -> Given:
-        """Return what is given, with the addresses of names instead of the names."""
-        urls: dict[Stage, tuple[str, ...]] = {}
-        assigned: dict[str, frozenset[str]] = {}
-        for stage, group in self._given.urls.items():
-            engines = {each: url for url in group for each in self._addresses_of(url)}
-            urls[stage] = tuple(engines)
-            models = {each: self._given.assigned_models.get(url) for each, url in engines.items()}
-            assigned |= {each: names for each, names in models.items() if names is not None}
-        return Given(urls, assigned)
 
     def _addresses_of(self, url: str) -> tuple[str, ...]:
         return self._addresses.get(url, ()) if url.startswith(BY_NAME) else (url,)

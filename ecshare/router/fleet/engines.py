@@ -6,57 +6,53 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
+from ecshare.router.fleet.health import Health
 from ecshare.router.types import Stage, Work
 
-_MAX_DOUBLINGS = 6
+Cards = Mapping[str, Mapping[str, Any]]
+"""What an engine lists of its models, by their names, in its order. vLLM lists a LoRA adapter as a
+model too, with the name of its base model as its `parent`."""
+
 _MAX_MODELS = 1000
-_UP = ("up", "doubtful")
-_NOTHING_ASSIGNED: Mapping[str, frozenset[str]] = {}
 USUAL_BOUND = 1.25
-
-
 _ANY_WORK = Work()
 
 
 @dataclass(eq=False)
 class Engine:
-    """One engine, as the router sees it. Only its `EnginePool` changes it."""
+    """One engine, as the router sees it."""
 
     stage: Stage
     url: str
-    number: int = 0
+    number: int
     """From 1 on; of no other engine of its stage. Used again when the engine is gone."""
+    name: str
+    """Tells nothing of where the engine is, such as `prefill-1`."""
+    health: Health
+    is_leaving: bool = False
+    """Whether it is none of its pool's any more."""
     in_flight: int = 0
     tokens: int = 0
     """The work in flight, estimated."""
-    down_until_s: float = 0.0
     last_turn: int = 0
-    doubtful_until_s: float = 0.0
-    """Its last answer was a failure. Until then it gets a request only if no other engine can."""
     streams: bool = False
     """Whether its last answer stated that it stores KV while it computes."""
-    is_hung: bool = False
-    """Whether it accepted requests and answered none. It gets none until its /health answers."""
-    num_hangs: int = 0
-    """How often it has hung since its last answer. Above 0 the engine is on probation: it gets one
-    request at a time, whatever its /health answers."""
-    listed: Mapping[str, str | None] | None = None
-    """The models that it listed last, adapters with their base models; None: it has never told."""
+    cards: Cards | None = None
+    """The models that it listed last; None: it has never told."""
     assigned_models: frozenset[str] | None = None
     """The models that the operator wants it to be used for; None: all that it lists."""
-    num_heard: int = 0
-    """How often it has shown that it works: by a part of an answer."""
-
-    @property
-    def name(self) -> str:
-        """A name that tells nothing of where the engine is, such as `prefill-1`."""
-        return f"{self.stage}-{self.number}"
 
     @property
     def models(self) -> Collection[str] | None:
         """The models that it gets requests for; None: nobody knows."""
-        return self.listed if self.assigned_models is None else self.assigned_models
+        return self.cards if self.assigned_models is None else self.assigned_models
+
+    @property
+    def state(self) -> str:
+        """That of its health, or "draining": it only finishes the requests that it has."""
+        return "draining" if self.is_leaving else self.health.state
 
 
 class EnginePool:
@@ -74,16 +70,16 @@ class EnginePool:
         because of what it has in its caches; 1 for the mean itself.
         """
         self.stage = stage
+        self._cool_down_s = cool_down_s
+        self._clock_s = clock_s
         self._bound = bound
+        self._turn = 0
         self._ever: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._serving: dict[str | None, tuple[Engine, ...]] = {}
         """What `serving` has returned since engines or models changed."""
         self.num_changes = 0
         """How often the engines, or the models that they serve, have changed."""
         self.update(urls)
-        self._cool_down_s = cool_down_s
-        self._clock_s = clock_s
-        self._turn = 0
 
     def __len__(self) -> int:
         return len(self._engines)
@@ -92,9 +88,7 @@ class EnginePool:
         return iter(self._engines)
 
     def update(
-        self,
-        urls: Iterable[str],
-        assigned_models: Mapping[str, frozenset[str]] = _NOTHING_ASSIGNED,
+        self, urls: Iterable[str], assigned_models: Mapping[str, frozenset[str]] | None = None
     ) -> None:
         """Have these engines get requests, and no others. Engines that stay keep their state, and
         engines that go keep the requests that they have.
@@ -104,31 +98,26 @@ class EnginePool:
         known = {engine.url: engine for engine in self._ever}
         taken = {engine.number for engine in self._ever}
         free = (number for number in count(1) if number not in taken)
-        self._engines = [known.get(url) or Engine(self.stage, url, next(free)) for url in urls]
+        self._engines = [known.get(url) or self._new(url, next(free)) for url in urls]
         self._ever.update(self._engines)
-        for engine in self._engines:
-            engine.assigned_models = assigned_models.get(engine.url)
+        for engine in self._ever:
+            is_used = engine in self._engines
+            if is_used and engine.is_leaving:
+                engine.health.note_return()
+            if is_used:
+                engine.assigned_models = (assigned_models or {}).get(engine.url)
+            engine.is_leaving = not is_used
         self._note_change()
+
+    def _new(self, url: str, number: int) -> Engine:
+        health = Health(url, self._cool_down_s, self._clock_s)
+        return Engine(self.stage, url, number, f"{self.stage}-{number}", health)
 
     @property
     def leaving(self) -> list[Engine]:
         """The engines that are none of these any more, but still have requests."""
-        gone = self._ever.difference(self._engines)
-        return sorted((each for each in gone if each.in_flight), key=lambda each: each.number)
-
-    def num_up(self, engines: Iterable[Engine]) -> int:
-        """Return how many of these get requests: they neither cool down nor hang."""
-        return sum(self.state(engine) in _UP for engine in engines)
-
-    def state(self, engine: Engine) -> str:
-        """Return "up", "down", "doubtful" for one that failed its last request, or "draining" for
-        one of `leaving`, which gets no more requests."""
-        if engine not in self._engines:
-            return "draining"
-        now_s = self._clock_s()
-        if engine.is_hung or engine.down_until_s > now_s:
-            return "down"
-        return "doubtful" if self._is_doubtful(engine) else "up"
+        gone = (each for each in self._ever if each.is_leaving and each.in_flight)
+        return sorted(gone, key=lambda each: each.number)
 
     def serving(self, model: str | None = None) -> tuple[Engine, ...]:
         """Return the engines that may get requests for `model`, also those that are down now.
@@ -142,15 +131,30 @@ class EnginePool:
             found = self._serving[model] = tuple(self._find_serving(model))
         return found
 
-    def _note_change(self) -> None:
-        self.num_changes += 1
-        self._serving.clear()
-
     def _find_serving(self, model: str | None) -> list[Engine]:
         if model is None:
             return self._engines
         known = [each for each in self._engines if each.models is not None and model in each.models]
         return known or [each for each in self._engines if each.models is None]
+
+    def base_of(self, adapter: str) -> str | None:
+        """Return the base model of a LoRA adapter; None: it is none, as far as is known."""
+        for engine in self._engines:
+            base = (engine.cards or {}).get(adapter, {}).get("parent")
+            if isinstance(base, str) and base:
+                return base
+        return None
+
+    def set_cards(self, engine: Engine, cards: Cards) -> None:
+        """Remember what `engine` lists."""
+        is_news = engine.cards is None or engine.cards.keys() != cards.keys()
+        engine.cards = cards
+        if is_news:
+            self._note_change()
+
+    def _note_change(self) -> None:
+        self.num_changes += 1
+        self._serving.clear()
 
     def choose(self, excluded: Collection[Engine] = (), work: Work = _ANY_WORK) -> Engine | None:
         """Return the best available engine for `work` that is not in `excluded`, None if there is
@@ -159,18 +163,18 @@ class EnginePool:
         Work with a key goes to the engine that got such work before, unless that engine has far
         more to do than others; then to the next one in an order that is the key's own. Work
         without a key goes to the least busy engine. Among equally busy engines that is the least
-        recently used one, so light traffic goes round. Doubtful engines come last.
+        recently used one, so light traffic goes round. Failing engines come last.
         """
-        serving = self.serving(work.model)
-        if len(serving) == 1:
-            (only,) = serving
-            return only if only not in excluded and _is_up(only, self._clock_s()) else None
-        live = [each for each in self._live(work.model) if each not in excluded]
-        if not work.key or not live:
-            return next(iter(live), None)
-        is_doubtful = self._is_doubtful(live[0])
-        peers = [each for each in live if self._is_doubtful(each) == is_doubtful]
-        return self._by_affinity(peers, work)
+        live = [
+            each
+            for each in self.serving(work.model)
+            if each.health.takes_one_more(each.in_flight) and each not in excluded
+        ]
+        if len(live) > 1:
+            live = [each for each in live if not each.health.is_failing] or live
+        if work.key and len(live) > 1:
+            return self._by_affinity(live, work)
+        return min(live, key=_by_load, default=None)
 
     def _by_affinity(self, engines: Sequence[Engine], work: Work) -> Engine:
         """Choose by rendezvous hashing with bounded load: with each engine that comes or goes only
@@ -179,35 +183,15 @@ class EnginePool:
         total = sum(each.tokens for each in engines) + work.tokens
         limit = self._bound * total / len(engines)
         ranked = sorted(engines, key=lambda each: _rank(work.key, each.url))
-        return next((each for each in ranked if each.tokens < limit), engines[0])
+        least = min(engines, key=_by_load)
+        return next((each for each in ranked if each.tokens < limit), least)
 
-    def _is_doubtful(self, engine: Engine) -> bool:
-        return engine.doubtful_until_s > self._clock_s()
-
-    def soonest_available(
-        self, model: str | None = None, excluded: Collection[Engine] = ()
-    ) -> Engine | None:
-        """Return the engine whose cool-down ends first; for callers without another choice.
-
-        If none serves `model`, as far as is known, it is one of all.
+    def ranked(self, model: str | None = None) -> list[Engine]:
+        """Return the engines that may serve `model`, the best first; at the end those that are
+        down, the first that will be back before others. If none serves it, as far as is known,
+        these are all engines.
         """
-        engines = self.serving(model) or self.serving()
-        left = [each for each in engines if each not in excluded]
-        return min(left, key=lambda each: (each.is_hung, each.down_until_s), default=None)
-
-    def ranked(self, number: int) -> list[Engine]:
-        """Return up to `number` available engines, the best first.
-
-        If none is available, it is the one that will be soonest.
-        """
-        soonest_available = self.soonest_available()
-        return self._live()[:number] or [each for each in (soonest_available,) if each]
-
-    def _live(self, model: str | None = None) -> list[Engine]:
-        """Return the available engines that serve `model`, the best first."""
-        now_s = self._clock_s()
-        live = [engine for engine in self.serving(model) if _is_up(engine, now_s)]
-        return sorted(live, key=lambda each: (self._is_doubtful(each), *_by_load(each)))
+        return sorted(self.serving(model) or self.serving(), key=_by_state_and_load)
 
     def begin(self, engine: Engine, tokens: int) -> None:
         """Count one more request in flight on `engine`, and its work, until `end`."""
@@ -222,70 +206,13 @@ class EnginePool:
         engine.in_flight -= 1
         engine.tokens -= tokens
 
-    def mark_failed(self, engine: Engine) -> None:
-        """Start the cool-down of `engine`: until it ends, the engine gets no request."""
-        down_until_s = self._clock_s() + self._cool_down_s
-        engine.down_until_s = max(engine.down_until_s, down_until_s)
-
-    def mark_doubtful(self, engine: Engine) -> None:
-        """Prefer other engines to `engine`, which has failed a request, for the cool-down.
-
-        It stays available: the request may be the cause, and no client may take engines away.
-        """
-        engine.doubtful_until_s = self._clock_s() + self._cool_down_s
-
-    @staticmethod
-    def mark_good(engine: Engine) -> None:
-        """Note that `engine` has served a request."""
-        engine.doubtful_until_s = 0.0
-
-    def mark_answered(self, engine: Engine) -> None:
-        """End the cool-down of an engine that answers again, unless it has hung."""
-        if not engine.num_hangs:
-            engine.down_until_s = 0.0
-
-    def mark_hung(self, engine: Engine) -> None:
-        """Send `engine` nothing until `try_recover`. Its cool-down doubles each time."""
-        rest_s = self._cool_down_s * 2 ** min(engine.num_hangs, _MAX_DOUBLINGS)
-        engine.down_until_s = max(engine.down_until_s, self._clock_s() + rest_s)
-        engine.is_hung = True
-        engine.num_hangs += 1
-
-    def try_recover(self, engine: Engine) -> bool:
-        """Put a hung engine that is healthy again on probation. False: it is still cooling down."""
-        if self._clock_s() < engine.down_until_s:
-            return False
-        engine.is_hung = False
-        return True
-
-    @staticmethod
-    def mark_alive(engine: Engine) -> None:
-        """Forget that `engine` hung: it has begun to answer."""
-        if engine.num_hangs:
-            engine.is_hung = False
-            engine.num_hangs = 0
-            engine.down_until_s = 0.0
-
-    def base_of(self, adapter: str) -> str | None:
-        """Return the base model of a LoRA adapter; None: it is none, as far as is known."""
-        return next(
-            (base for each in self._engines if (base := (each.listed or {}).get(adapter))), None
-        )
-
-    def set_listed(self, engine: Engine, models: Mapping[str, str | None]) -> None:
-        """Remember which models `engine` lists, adapters with their base models."""
-        if engine.listed != models:
-            engine.listed = models
-            self._note_change()
-
-
-def _is_up(engine: Engine, now_s: float) -> bool:
-    is_busy_on_probation = engine.num_hangs > 0 and engine.in_flight > 0
-    return engine.down_until_s <= now_s and not engine.is_hung and not is_busy_on_probation
-
 
 def _by_load(engine: Engine) -> tuple[int, int, int]:
     return engine.tokens, engine.in_flight, engine.last_turn
+
+
+def _by_state_and_load(engine: Engine) -> tuple[float, bool, int, int, int]:
+    return engine.health.rest_s, engine.health.is_failing, *_by_load(engine)
 
 
 def _rank(key: bytes, url: str) -> bytes:

@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detects engines that accept requests and never answer them.
+"""Whether an engine gets requests. Pure: clocks are passed in.
 
-An engine owes a first byte for every request it has accepted. While it owes one and sends nothing
-at all, its /health is polled. The engine hangs if /health does not answer either, or if it stays
-silent for longer than its requests may wait: vLLM's /health may well answer while the GPU hangs,
-and so does its server send comments in streams. Neither is a sign of life. A hung engine gets no
-more requests, and those that wait for it move to another engine.
+    up       as any other engine
+    failing  it has failed a request: only those that no other engine can take, until it serves one
+             or its cool-down ends
+    down     it could not be reached: none until its cool-down ends, or an answer comes after all
+    hung     (shown as down) it accepted requests and stayed silent: none until its cool-down has
+             ended and its /health answers. Then one at a time, until it begins to answer; if it
+             hangs instead, its cool-down is twice as long
+
+An engine owes a first byte for every request that it has accepted. While it owes one and sends
+nothing at all, its /health is polled (watch.py). It hangs if /health does not answer either, or if
+it stays silent for longer than its requests may wait: vLLM's /health may well answer while the GPU
+hangs, and so does its server send comments in streams. Neither is a sign of life.
 """
 
-import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-
-from ecshare.router.fleet.engines import Engine, EnginePool
+from collections.abc import Callable
+from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 
-ASK_EVERY_S = 2.0
-
-
-class SilentError(Exception):
-    """An engine has not begun to answer. Another engine may get the request."""
+_MAX_DOUBLINGS = 6
 
 
 @dataclass(frozen=True)
@@ -41,139 +41,161 @@ class TimeLimits:
 class Wait:
     """A request that waits for its first byte."""
 
+    clock_s: Callable[[], float]
     began_s: float
     limit_s: float
-    num_heard_before: int
-    may_give_up: Callable[[], bool]
-    """Whether another engine could answer."""
-    give_up: Callable[[SilentError], None]
+    num_signs_before: int
+    is_last_resort: Callable[[], bool]
+    """Whether no other engine could answer."""
+    give_up: Callable[[TimeoutError], None]
     """Ends the request with this error."""
 
-    def is_late(self, now_s: float) -> bool:
-        """Tell whether it has waited for longer than it may."""
-        return now_s - self.began_s >= self.limit_s
-
-
-@dataclass(eq=False)
-class _Watched:
-    """An engine for which requests wait, or which may hang."""
-
-    engine: Engine
-    pool: EnginePool
-    waits: set[Wait] = field(default_factory=set)
-    abandoned_at: int = -1
-    """`num_heard` of the engine when a request ended without a first byte."""
-    patience_used: float = 0.0
-    """The fraction of the allowed time that it has been silent while requests waited; 1 is all."""
-    patience_at: int = 0
-    """`num_heard` of the engine when `patience_used` was counted."""
-    watching: asyncio.Task[None] | None = None
-
     @property
-    def is_current(self) -> bool:
-        """Whether the engine has not been removed."""
-        return self.engine in set(self.pool)
-
-    @property
-    def needs_watching(self) -> bool:
-        """Whether requests wait, or the engine may be asked to serve some and may hang."""
-        was_abandoned = self.abandoned_at == self.engine.num_heard
-        return bool(self.waits) or (self.is_current and (was_abandoned or self.engine.is_hung))
-
-    def exclude(self, reason: str) -> None:
-        """Take the engine for one that hangs."""
-        self.patience_used = 0.0
-        if not self.engine.is_hung:
-            self.pool.mark_hung(self.engine)
-            logger.warning("the engine %s %s: it is left out", self.engine.url, reason)
+    def is_late(self) -> bool:
+        """Whether it has waited for as long as it may."""
+        return self.clock_s() - self.began_s >= self.limit_s
 
 
-class HealthWatch:
-    """Watches all engines of a router. Belongs to the event loop's thread."""
+class Health:
+    """What is known of the health of one engine."""
 
-    def __init__(
-        self, is_healthy: Callable[[Engine], Awaitable[bool]], shortest_limit_s: float
-    ) -> None:
-        """`is_healthy` asks an engine's /health and takes a few seconds at most."""
-        self._is_healthy = is_healthy
-        self._every_s = min(ASK_EVERY_S, shortest_limit_s)
-        self._watched: dict[Engine, _Watched] = {}
-
-    @property
-    def watched(self) -> set[Engine]:
-        """The engines that are being watched: requests wait for them, or they may hang."""
-        return {engine for engine, each in self._watched.items() if each.watching is not None}
-
-    def begin(self, engine: Engine, pool: EnginePool, wait: Wait) -> None:
-        """Watch `engine`, one of `pool`, until `wait` ends."""
-        watched = self._watched.get(engine)
-        if watched is None:
-            self._forget_removed()
-            watched = self._watched[engine] = _Watched(engine, pool)
-        watched.waits.add(wait)
-        if watched.watching is None:
-            watched.watching = asyncio.create_task(self._watch(watched))
-
-    def end(self, engine: Engine, wait: Wait, *, is_silent: bool) -> None:
-        """Note that `wait` ends. `is_silent`: the engine was left without a first byte, and has
-        not refused or broken the connection: one that does so rests, and may be back soon.
+    def __init__(self, url: str, cool_down_s: float, clock_s: Callable[[], float]) -> None:
+        """`url` is for the log."""
+        self._url = url
+        self._cool_down_s = cool_down_s
+        self._clock_s = clock_s
+        self.is_hung = False
+        self.down_until_s = 0.0
+        """When its cool-down ends."""
+        self.waits: set[Wait] = set()
+        """Those to which it owes a first byte."""
+        self.is_watched = False
+        """Whether its /health is polled while it is silent."""
+        self.num_signs = 0
+        """How often it has shown that it works: by a part of an answer."""
+        self._failing_until_s = 0.0
+        self._num_hangs = 0
+        """Since its last sign of life."""
+        self._abandoned_at = -1
+        """`num_signs` when a request ended without a first byte."""
+        self._patience_used = 0.0
+        """The fraction of the allowed time that it has been silent while requests waited; 1 is all.
         """
-        watched = self._watched[engine]
-        watched.waits.discard(wait)
-        if not is_silent:
+
+    # Questions
+
+    @property
+    def state(self) -> str:
+        """As above, "down" also where it hangs."""
+        return "down" if self.is_down else "failing" if self.is_failing else "up"
+
+    @property
+    def is_down(self) -> bool:
+        """Whether it gets no requests."""
+        return self.is_hung or self.down_until_s > self._clock_s()
+
+    @property
+    def rest_s(self) -> float:
+        """How long it is down; infinite if it hangs."""
+        return math.inf if self.is_hung else max(0.0, self.down_until_s - self._clock_s())
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether any other engine is better."""
+        return self._failing_until_s > self._clock_s()
+
+    def takes_one_more(self, in_flight: int) -> bool:
+        """Tell whether it may get a request besides the `in_flight` that it has."""
+        return not self.is_down and not (self._num_hangs and in_flight)
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether it may hang, or hangs, though no request waits."""
+        return self.is_hung or self._abandoned_at == self.num_signs
+
+    # Events
+
+    def note_lost_connection(self) -> None:
+        """Note that it could not be reached, or ended the connection before an answer."""
+        self.down_until_s = max(self.down_until_s, self._clock_s() + self._cool_down_s)
+
+    def note_failure(self) -> None:
+        """Note that it has failed a request.
+
+        It stays available: the request may be the cause, and no client may take engines away.
+        """
+        self._failing_until_s = self._clock_s() + self._cool_down_s
+
+    def note_reached(self) -> None:
+        """Note the head of an answer that does not say that the engine is gone."""
+        if not self._num_hangs:
+            self.down_until_s = 0.0
+
+    def begin_wait(
+        self,
+        limit_s: float,
+        clock_s: Callable[[], float],
+        is_last_resort: Callable[[], bool],
+        give_up: Callable[[TimeoutError], None],
+    ) -> Wait:
+        """Return the wait of a request for its first byte. It ends with one of the following."""
+        wait = Wait(clock_s, clock_s(), limit_s, self.num_signs, is_last_resort, give_up)
+        self.waits.add(wait)
+        return wait
+
+    def note_begin(self, wait: Wait | None, *, serves: bool) -> None:
+        """Note the first byte of an answer, which `serves` the request or is an error."""
+        if wait is not None:
+            self.end_wait(wait)
+        if serves:
+            self._failing_until_s = 0.0
+        self.note_sign_of_life()
+
+    def note_sign_of_life(self) -> None:
+        """Note a part of an answer."""
+        self.num_signs += 1
+        self._patience_used = 0.0
+        if self._num_hangs:
+            self.is_hung, self._num_hangs, self.down_until_s = False, 0, 0.0
+
+    def note_silence(self, wait: Wait) -> None:
+        """Note that `wait` ends without a first byte, though the engine has not refused or broken
+        the connection.
+        """
+        self.end_wait(wait)
+        self._abandoned_at = self.num_signs
+        if wait.is_late and self.num_signs == wait.num_signs_before:
+            self._note_hang("does not answer")
+
+    def end_wait(self, wait: Wait) -> None:
+        """Forget `wait`, which says nothing of the engine."""
+        self.waits.discard(wait)
+
+    def note_poll(self, *, is_healthy: bool, silent_s: float) -> None:
+        """Note what /health says of an engine that has sent nothing else for `silent_s`."""
+        if self.is_hung:
+            if is_healthy and self.down_until_s <= self._clock_s():
+                self.is_hung = False
+                logger.info("the engine %s answers its /health again and is tried", self._url)
             return
-        watched.abandoned_at = engine.num_heard
-        if wait.is_late(_now_s()) and engine.num_heard == wait.num_heard_before:
-            watched.exclude("does not answer")
-
-    async def close(self) -> None:
-        """Stop watching."""
-        tasks = [each.watching for each in self._watched.values() if each.watching is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _forget_removed(self) -> None:
-        self._watched = {
-            engine: watched
-            for engine, watched in self._watched.items()
-            if watched.is_current or watched.watching is not None
-        }
-
-    async def _watch(self, watched: _Watched) -> None:
-        engine = watched.engine
-        try:
-            while watched.needs_watching:
-                num_heard = engine.num_heard
-                await asyncio.sleep(self._every_s)
-                if watched.needs_watching and engine.num_heard == num_heard:
-                    await self._ask(watched)
-                for wait in list(watched.waits):
-                    if (engine.is_hung or wait.is_late(_now_s())) and wait.may_give_up():
-                        wait.give_up(SilentError("does not begin to answer"))
-        finally:
-            watched.watching = None
-
-    async def _ask(self, watched: _Watched) -> None:
-        """Poll the health of an engine that has been silent for a while."""
-        engine, num_heard = watched.engine, watched.engine.num_heard
-        is_healthy = await self._is_healthy(engine)
-        if engine.is_hung:
-            if is_healthy and watched.pool.try_recover(engine):
-                logger.info("the engine %s answers its /health again and is tried", engine.url)
-            return
-        if engine.num_heard != num_heard:
-            return
-        watched.abandoned_at = -1
-        if watched.patience_at != num_heard:
-            watched.patience_at, watched.patience_used = num_heard, 0.0
-        limit_s = min((wait.limit_s for wait in watched.waits), default=math.inf)
-        watched.patience_used += self._every_s / limit_s
+        self._abandoned_at = -1
+        limit_s = min((wait.limit_s for wait in self.waits), default=math.inf)
+        self._patience_used += silent_s / limit_s
         if not is_healthy:
-            watched.exclude("answers neither requests nor /health")
-        elif watched.patience_used >= 1:
-            watched.exclude("does not answer")
+            self._note_hang("answers neither requests nor /health")
+        elif self._patience_used >= 1:
+            self._note_hang("does not answer")
 
+    def note_return(self) -> None:
+        """Note that it is used again. Nobody has polled its /health meanwhile."""
+        self.is_hung = False
 
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()
+    def _note_hang(self, reason: str) -> None:
+        self._patience_used = 0.0
+        if self.is_hung:
+            return
+        rest_s = self._cool_down_s * 2 ** min(self._num_hangs, _MAX_DOUBLINGS)
+        self.down_until_s = max(self.down_until_s, self._clock_s() + rest_s)
+        self.is_hung = True
+        self._num_hangs += 1
+        logger.warning("the engine %s %s: it is left out", self._url, reason)

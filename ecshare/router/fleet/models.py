@@ -1,36 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which models the engines serve, as far as they tell. A slow list delays nobody.
 
-Engines of one stage may serve different models. vLLM lists a LoRA adapter as a model too, with the
-name of its base model as its `parent`.
+Engines with an API key tell only clients that they accept, so they are asked with clients' headers:
+the router has no key. Engines of one stage may serve different models.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import msgspec
+
 from ecshare.router.api.errors import ApiError, EngineError, RefusalError
-from ecshare.router.fleet.engines import Engine, EnginePool
+from ecshare.router.fleet.clients import Headers, KnownClients
+from ecshare.router.fleet.engines import Cards, Engine, EnginePool
+from ecshare.router.fleet.tasks import end_all
 from ecshare.router.types import Stage
 
-Headers = Mapping[str, str]
-Cards = Mapping[str, Mapping[str, Any]]
-"""What an engine says of its models, by their names, in its order."""
-
-_FRESH_S = 5.0
-_SETTLED_S = 1.0
-_FRESH_FOR_REFUSAL_S = 1.0  # so that an adapter loaded just now is found
+TIMEOUT_S = 5.0
+HEDGE_S = 0.2  # then another engine is asked about a client as well
 MAX_WAIT_S = 1.0
+_FRESH_S = 5.0
+_FRESH_FOR_REFUSAL_S = 1.0  # so that an adapter loaded just now is found
+_SETTLED_S = 1.0
+_MAX_ASKED = 3
+"""How many engines may be asked about one client."""
+_MAX_MODELS = 10_000
 _MAX_SHOWN = 20
+
+
+Read = Callable[[Engine, Headers, float], Awaitable[bytes | bytearray | None]]
+"""Returns an engine's list, within so many seconds. See `EngineClient.models`."""
+
+
+class _List(msgspec.Struct):
+    data: list[dict[str, Any]]
 
 
 @dataclass(eq=False)
 class _Listing:
-    """What one engine listed last."""
+    """The readings of one engine's list."""
 
-    cards: Cards = field(default_factory=dict)
     began_s: float = float("-inf")
     """When the last reading began that was not refused."""
     told_s: float = float("-inf")
@@ -38,13 +50,10 @@ class _Listing:
     is_silent: bool = False
     """Whether the last reading failed or was slow. Nobody waits for the next one."""
     reading: asyncio.Task[None] | None = None
-
-    @property
-    def is_reading(self) -> bool:
-        return self.reading is not None and not self.reading.done()
+    """The one in progress."""
 
 
-class ServedModels:
+class ModelLists:
     """The models that engines listed last. The lists are refreshed behind the requests.
 
     A request for a model that a decode engine lists passes at once, however old the list is. Any
@@ -53,21 +62,12 @@ class ServedModels:
     """
 
     def __init__(
-        self,
-        pools: Mapping[Stage, EnginePool],
-        read: Callable[[Engine, Headers], Awaitable[Cards | None]],
-        check_client: Callable[[Headers], Awaitable[None]],
-        clock_s: Callable[[], float],
+        self, pools: Mapping[Stage, EnginePool], read: Read, clock_s: Callable[[], float]
     ) -> None:
-        """`read` asks an engine with a client's headers.
-
-        It returns None if the engine does not tell. It raises EngineError if it does not answer in
-        time, and RefusalError if it does not serve the client. `check_client` raises them too.
-        """
         self._pools = pools
         self._read = read
-        self._check_client = check_client
         self._clock_s = clock_s
+        self._clients = KnownClients(self._ask_about_client, clock_s)
         self._settled_at: list[int] = []
         """The pools' `num_changes` when the following was true."""
         self._settled_until_s: dict[str | None, float] = {}
@@ -88,8 +88,7 @@ class ServedModels:
             self._settled_at, self._settled_until_s = changes, {}
         if now_s < self._settled_until_s.get(model, 0.0):
             return model
-        latest_s = now_s - _FRESH_FOR_REFUSAL_S
-        is_known = self._knows_all(model)
+        is_known = self._all_tell(model)
         self._refresh(headers, _FRESH_S if is_known else _FRESH_FOR_REFUSAL_S)
         if not is_known:
             await self._wait()
@@ -97,61 +96,84 @@ class ServedModels:
             self._settled_until_s[model] = now_s + _SETTLED_S
         if model is None:
             return await self._usual(headers)
-        if not self._knows(model) and self._have_told(latest_s):
+        if not self._has_decoder(model) and self._have_told(now_s - _FRESH_FOR_REFUSAL_S):
             error = ApiError(404, f"The model `{model}` does not exist.", code="model_not_found")
             raise await self._with_names(error, headers)
         return model
 
-    async def union(self, headers: Headers) -> list[Mapping[str, Any]]:
-        """Return what there is to say of each model that a decode engine serves.
+    async def cards(self, headers: Headers) -> Cards:
+        """Return what there is to say of each model that a decode engine serves, by its name.
 
         Raises:
             EngineError: no decode engine tells.
             RefusalError: the engines do not serve this client.
         """
-        await self._check_client(headers)
+        await self.check_client(headers)
         self._refresh(headers, _FRESH_FOR_REFUSAL_S)
         await self._wait()
-        models: dict[str, Mapping[str, Any]] = {}
-        for engine in self._decoders():
-            models |= {
-                name: card for name, card in self.cards(engine).items() if name not in models
-            }
-        if not models:
+        cards = self._cards()
+        if not cards:
             raise EngineError(Stage.DECODE, "no engine lists its models", reached=True)
-        return list(models.values())
+        return cards
 
-    def cards(self, engine: Engine) -> Cards:
-        """Return what an engine last said of the models that it is used for."""
-        listed = self._of(engine).cards
-        if engine.assigned_models is None:
-            return listed
-        return {
-            name: listed.get(name) or _own_card(name) for name in sorted(engine.assigned_models)
-        }
+    async def check_client(self, headers: Headers) -> None:
+        """Check that the engines would serve a client with these headers.
+
+        Raises:
+            RefusalError: decode refuses them.
+            EngineError: decode does not tell.
+        """
+        await self._clients.check(headers)
 
     async def close(self) -> None:
-        """Cancel the readings in progress."""
-        tasks = [each.reading for each in self._listings.values() if each.reading is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """Cancel what is in progress."""
+        await self._clients.close()
+        await end_all([each.reading for each in self._listings.values() if each.reading])
 
-    def _of(self, engine: Engine) -> _Listing:
-        return self._listings.setdefault(engine, _Listing())
+    async def _ask_about_client(self, headers: Headers) -> None:
+        """Ask some decode engines; a slow one delays nobody."""
+        engines = self._pools[Stage.DECODE].ranked()[:_MAX_ASKED]
+        asks = [
+            asyncio.create_task(self._ask(engine, headers, number * HEDGE_S))
+            for number, engine in enumerate(engines)
+        ]
+        failure = EngineError(Stage.DECODE, "there is no engine", reached=False)
+        try:
+            for answer in asyncio.as_completed(asks):
+                try:
+                    return await answer
+                except EngineError as exc:
+                    failure = exc
+            raise failure
+        finally:
+            await end_all(asks)
+            asks.clear()  # breaks cycles: tracebacks of errors refer to this frame
+            del failure
+
+    async def _ask(self, engine: Engine, headers: Headers, delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
+        if await self._read(engine, headers, TIMEOUT_S) is None:
+            reason = "its list of models says nothing of the client"
+            raise EngineError(Stage.DECODE, reason, reached=True)
 
     def _decoders(self) -> Sequence[Engine]:
         return self._pools[Stage.DECODE].serving()
 
-    def _knows(self, model: str | None) -> bool:
-        """Tell whether a decode engine serves the model, or, for None, has told what it serves."""
-        known = [each.models for each in self._decoders() if each.models is not None]
-        return bool(known) if model is None else any(model in models for models in known)
+    def _cards(self) -> Cards:
+        cards: dict[str, Mapping[str, Any]] = {}
+        for engine in self._decoders():
+            for name in _names(engine):
+                cards.setdefault(name, _card(engine, name))
+        return cards
 
-    def _knows_all(self, model: str | None) -> bool:
+    def _has_decoder(self, model: str) -> bool:
+        return any(model in (each.models or ()) for each in self._decoders())
+
+    def _all_tell(self, model: str | None) -> bool:
         """Tell whether it is known, for each stage, which engines serve the model."""
-        engines = (each for pool in self._pools.values() for each in pool.serving(model))
-        return self._knows(model) and all(each.models is not None for each in engines)
+        engines = [each for pool in self._pools.values() for each in pool.serving(model)]
+        is_served = bool(engines) if model is None else self._has_decoder(model)
+        return is_served and all(each.models is not None for each in engines)
 
     def _have_told(self, after_s: float) -> bool:
         """Tell whether no decode engine is left that may serve more than is known. Lists count if
@@ -163,7 +185,7 @@ class ServedModels:
         return len(untold) < len(engines) and all(listing.is_silent for listing in untold)
 
     async def _usual(self, headers: Headers) -> str | None:
-        usual = {name for engine in self._decoders() for name in list(self.cards(engine))[:1]}
+        usual = {name for engine in self._decoders() for name in _names(engine)[:1]}
         if len(usual) > 1:
             message = "`model` is missing, and engines serve several."
             raise await self._with_names(ApiError(400, message, code="model_needed"), headers)
@@ -178,63 +200,72 @@ class ServedModels:
         """
         error.param = "model"
         try:
-            await self._check_client(headers)
+            await self.check_client(headers)
         except EngineError:
             return error
-        names = sorted({name for each in self._decoders() for name in self.cards(each)})
+        names = sorted(self._cards())
         shown = ", ".join(f"`{name}`" for name in names[:_MAX_SHOWN])
         more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
         error.message += f" There is: {shown}{more}."
         return error
 
+    # Lists
+
+    def _of(self, engine: Engine) -> _Listing:
+        return self._listings.setdefault(engine, _Listing())
+
     async def _wait(self) -> None:
         """Wait for the readings in progress, unless the engine was slow or failed last time."""
-        awaited = [each for each in self._listings.values() if each.is_reading]
-        tasks = [each.reading for each in awaited if each.reading and not each.is_silent]
-        if tasks:
-            await asyncio.wait(tasks, timeout=MAX_WAIT_S)
+        awaited = [each for each in self._listings.values() if each.reading is not None]
+        readings = [each.reading for each in awaited if each.reading and not each.is_silent]
+        if readings:
+            await asyncio.wait(readings, timeout=MAX_WAIT_S)
         for listing in awaited:
-            listing.is_silent = listing.is_silent or listing.is_reading
+            listing.is_silent = listing.is_silent or listing.reading is not None
 
     def _refresh(self, headers: Headers, age_s: float) -> None:
         """Start to read each list whose last reading started at least `age_s` ago and has ended."""
-        for engine in self._engines_up():
+        now_s = self._clock_s()
+        for engine in [each for pool in self._pools.values() for each in pool]:
             listing = self._of(engine)
-            if not listing.is_reading and self._clock_s() - listing.began_s >= age_s:
-                listing.began_s = self._clock_s()
+            if engine.health.is_down:
+                listing.is_silent = True
+            elif listing.reading is None and now_s - listing.began_s >= age_s:
+                listing.began_s = now_s
                 update = self._update(engine, listing, headers)
                 listing.reading = asyncio.create_task(update)
 
-    def _engines_up(self) -> Iterator[Engine]:
-        for pool in self._pools.values():
-            for engine in pool.serving():
-                if pool.state(engine) == "down":
-                    self._of(engine).is_silent = True
-                else:
-                    yield engine
-
     async def _update(self, engine: Engine, listing: _Listing, headers: Headers) -> None:
         try:
-            cards = await self._read(engine, headers)
+            cards = _decoded(await self._read(engine, headers, TIMEOUT_S))
+            listing.is_silent = False
+            if cards is not None:
+                listing.told_s = listing.began_s
+                self._pools[engine.stage].set_cards(engine, cards)
         except EngineError:
             listing.is_silent = True
-            return
         except RefusalError:
             listing.began_s = float("-inf")  # no client may keep others from being told
-            return
-        listing.is_silent = False
-        if cards is not None:
-            listing.told_s = listing.began_s
-            listing.cards = cards
-            bases = {name: _base(card) for name, card in cards.items()}
-            self._pools[engine.stage].set_listed(engine, bases)
+        finally:
+            listing.reading = None
 
 
-def _base(card: Mapping[str, Any]) -> str | None:
-    base = card.get("parent")
-    return base if isinstance(base, str) else None
+def _decoded(body: bytes | bytearray | None) -> Cards | None:
+    """Return the models in a list, None if it is none."""
+    try:
+        models = msgspec.json.decode(body or b"", type=_List).data[:_MAX_MODELS]
+    except (ValueError, RecursionError):
+        return None
+    return {each["id"]: each for each in models if isinstance(each.get("id"), str)}
 
 
-def _own_card(name: str) -> Mapping[str, Any]:
-    """Return what clients are told of a model that only the operator names."""
-    return {"id": name, "object": "model", "created": 0, "owned_by": "ecshare"}
+def _names(engine: Engine) -> Sequence[str]:
+    """Return the models that an engine is used for, the one first that it takes for granted."""
+    assigned = engine.assigned_models
+    return list(engine.cards or ()) if assigned is None else sorted(assigned)
+
+
+def _card(engine: Engine, name: str) -> Mapping[str, Any]:
+    """Return what an engine last said of a model; something of ours if it says nothing."""
+    ours = {"id": name, "object": "model", "created": 0, "owned_by": "ecshare"}
+    return (engine.cards or {}).get(name) or ours

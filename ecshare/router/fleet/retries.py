@@ -36,8 +36,6 @@ class _Part:
         self._clock_s = clock_s
         self._left = _BURST if share else 0.0
         self._filled_s = clock_s()
-        self.num_requests = 0
-        """Requests that are not added to what is left yet."""
         self.num_spent = 0
         self.num_refused = 0
 
@@ -56,13 +54,14 @@ class _Part:
         self.num_spent += 1
         return True
 
+    def note_request(self) -> None:
+        """Add what one request allows."""
+        self._left += self._share
+
     def _fill(self) -> None:
-        now_s, more = self._clock_s(), self.num_requests * self._share
-        if self._share:
-            more += (now_s - self._filled_s) * _PER_S
-        self._left = min(_BURST, self._left + more)
-        self._filled_s = now_s
-        self.num_requests = 0
+        now_s = self._clock_s()
+        more = (now_s - self._filled_s) * _PER_S if self._share else 0.0
+        self._left, self._filled_s = min(_BURST, self._left + more), now_s
 
 
 class RetryBudget:
@@ -74,25 +73,22 @@ class RetryBudget:
 
     def __init__(self, share: float, clock_s: Callable[[], float]) -> None:
         """`share` is that of each part: retries that each request allows, 0 for none at all."""
-        self._after_answers = _Part(share, clock_s)
-        self._others = _Part(share, clock_s)
+        self._parts = [_Part(share, clock_s) for _ in range(2)]
 
     def after(self, status: int | None) -> _Part:
         """Return the part for a retry after an answer with `status`; None: there was none."""
-        is_answer = status is not None and status not in GONE_STATUSES
-        return self._after_answers if is_answer else self._others
+        return self._parts[status is None or status in GONE_STATUSES]
 
     def note_request(self) -> None:
         """Add what one request allows."""
-        self._after_answers.num_requests += 1
-        self._others.num_requests += 1
+        for part in self._parts:
+            part.note_request()
 
     def status(self) -> dict[str, int]:
         """Return counts for the status page."""
-        both = self._after_answers, self._others
         return {
-            "made": sum(each.num_spent for each in both),
-            "refused": sum(each.num_refused for each in both),
+            "made": sum(part.num_spent for part in self._parts),
+            "refused": sum(part.num_refused for part in self._parts),
         }
 
 
@@ -162,7 +158,9 @@ class Retries:
             return another(status) is None
 
         work = work if self._keeps_affinity else work._replace(key=b"")
-        engine = self._first(stage, work)
+        engine = pool.choose(work=work) or self._any_decoder(stage, work)
+        if engine is None:
+            raise EngineError(stage, "no engine is available", reached=False)
         while True:
             tried.append(engine)
             try:
@@ -170,10 +168,9 @@ class Retries:
             except EngineError as failure:
                 if failure.stage is not stage or not (failure.may_move and may_move(failure)):
                     raise
-                pool.mark_doubtful(engine)
                 following = another(failure.status)
                 if following is None and failure.status is None and len(tried) < _MAX_ENGINES:
-                    following = self._resting(stage, work, tried)
+                    following = self._any_decoder(stage, work, tried)
                 if following is None or not self._budget.after(failure.status).spend():
                     raise
                 logger.warning(
@@ -182,18 +179,14 @@ class Retries:
                 self._events.stage_retried(stage)
                 engine = following
 
-    def _resting(self, stage: Stage, work: Work, tried: Collection[Engine]) -> Engine | None:
-        """Return a D that rests after a failure. It may be back, and there is no other way."""
+    def _any_decoder(
+        self, stage: Stage, work: Work, tried: Collection[Engine] = ()
+    ) -> Engine | None:
+        """Return a D that is down: it may be back, and there is no other way to an answer. One that
+        hangs is no second choice.
+        """
         if stage is not Stage.DECODE:
             return None
-        engine = self._pools[stage].soonest_available(work.model, tried)
-        return None if engine is None or engine.is_hung else engine
-
-    def _first(self, stage: Stage, work: Work) -> Engine:
-        engine = self._pools[stage].choose(work=work)
-        if engine is None and stage is Stage.DECODE:
-            # There is no other way to an answer.
-            engine = self._pools[stage].soonest_available(work.model)
-        if engine is None:
-            raise EngineError(stage, "no engine is available", reached=False)
-        return engine
+        ranked = self._pools[stage].ranked(work.model)
+        engine = next((each for each in ranked if each not in tried), None)
+        return None if engine is None or (tried and engine.health.is_hung) else engine

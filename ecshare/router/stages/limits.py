@@ -78,7 +78,7 @@ class StageLimits:
 
     def _has_enough(self, stage: Stage, engines: Engines) -> bool:
         # A stage without an engine that is up fails by itself, and says so.
-        number = self._limits[stage] * max(1, self._pools[stage].num_up(engines))
+        number = self._limits[stage] * max(1, sum(not each.health.is_down for each in engines))
         used = self._used[stage].items()
         return number <= sum(count for group, count in used if group <= engines)
 

@@ -188,7 +188,7 @@ def _of_engines(sources: Sources) -> Iterator[Metric]:
         (
             "engine_available",
             "Whether an engine gets requests.",
-            [sources.pools[stage].num_up([each]) for stage, each in engines],
+            [not each.health.is_down for _, each in engines],
         ),
     ):
         labels = [(str(stage), each.name) for stage, each in engines]

@@ -18,6 +18,7 @@ from aiohttp.typedefs import Handler, Middleware
 from ecshare.router.api.chat import CHAT
 from ecshare.router.app import Router, make_runner
 from ecshare.router.fleet.engines import Engine, EnginePool
+from ecshare.router.fleet.health import Health
 from ecshare.router.options.config import RouterConfig
 from ecshare.router.options.secret import Secret
 from ecshare.router.types import Stage
@@ -161,6 +162,19 @@ class Held:
 
 
 @dataclass
+class First:
+    """Answers the first requests of a stage in another way, whichever engine they come to."""
+
+    first: Answer
+    otherwise: Answer
+    left: int = 1
+
+    async def __call__(self, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        self.left -= 1
+        return await (self.first if self.left >= 0 else self.otherwise)(http, body)
+
+
+@dataclass
 class FakeEngine:
     """One engine: `bodies`, `paths` and `headers` of the requests it got, in order."""
 
@@ -264,6 +278,16 @@ class FakeEngine:
             yield self
 
 
+def answer_all(engines: list[FakeEngine], answer: Answer) -> None:
+    for engine in engines:
+        engine.answer = answer
+
+
+def asked(engines: list[FakeEngine]) -> list[int]:
+    """Return how many requests the engines got, in order of the number."""
+    return sorted(len(engine.bodies) for engine in engines)
+
+
 @asynccontextmanager
 async def listening_on(runner: web.AppRunner) -> AsyncIterator[str]:
     """Serve what a runner runs on a socket of its own; yields its url."""
@@ -319,12 +343,15 @@ class Fleet:
 
     def is_left_out(self, engine: FakeEngine) -> bool:
         """Tell whether the router has found that this engine hangs."""
-        workers = (each for group in self.router.pools.values() for each in group)
-        return any(worker.is_hung for worker in workers if worker.url == engine.url)
+        return any(health.is_hung for health in self._health_of(engine))
 
     def is_watched(self, engine: FakeEngine) -> bool:
         """Tell whether the router looks whether this engine hangs."""
-        return engine.url in {each.url for each in self.router.client.watch.watched}
+        return any(health.is_watched for health in self._health_of(engine))
+
+    def _health_of(self, engine: FakeEngine) -> list[Health]:
+        workers = (each for pool in self.router.pools.values() for each in pool)
+        return [worker.health for worker in workers if worker.url == engine.url]
 
     def in_flight(self, stage: str) -> int:
         """Return how many requests the engines of a stage have, as the router counts them."""
@@ -364,6 +391,7 @@ async def fleet(
     num_p: int = 1,
     num_d: int = 1,
     encoders_more: tuple[str, ...] = (),
+    prefillers_more: tuple[str, ...] = (),
     decoders_more: tuple[str, ...] = (),
     **options: Any,
 ) -> AsyncIterator[Fleet]:
@@ -377,7 +405,7 @@ async def fleet(
         e_urls, p_urls, d_urls = (tuple(engine.url for engine in group) for group in stages)
         config = RouterConfig(
             encoders=e_urls + encoders_more,
-            prefillers=p_urls,
+            prefillers=p_urls + prefillers_more,
             decoders=d_urls + decoders_more,
             # Turns are taken, so that tests know who is next.
             **{"status_key": Secret(STATUS_KEY.encode()), "balance": "load", **options},

@@ -63,19 +63,6 @@ async def test_nothing_is_fetched_for_a_client_that_decode_refuses(
         assert not f.d.bodies
 
 
-async def test_a_known_client_is_asked_about_now_and_then_and_never_waits() -> None:
-    async with guarded() as (f, url, fetched):
-        assert (await f.post(at(url), GOOD))[0].status == 200
-        number = f.d.num_model_lists
-        assert (await f.post(at(url), GOOD))[0].status == 200
-        assert f.d.num_model_lists == number
-        f.clock.now_s += 20
-        f.d.lists = asyncio.Event()
-        for _ in range(3):
-            assert (await asyncio.wait_for(f.post(at(url), GOOD), SOON_S))[0].status == 200
-        assert len(fetched) == 5
-
-
 async def test_inline_media_and_text_need_no_check() -> None:
     async with guarded() as (f, _, _):
         await f.post(chat(), GOOD)
@@ -120,9 +107,24 @@ class Decode:
             raise self.answer
 
 
-async def test_a_key_that_is_withdrawn_is_good_for_no_more_than_one_request() -> None:
-    decode, clock = Decode(), Clock()
-    known = KnownClients(decode, clock)
+@pytest.fixture
+def decode() -> Decode:
+    return Decode()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def known(decode: Decode, clock: Clock) -> KnownClients:
+    return KnownClients(decode, clock)
+
+
+async def test_a_key_that_is_withdrawn_is_good_for_no_more_than_one_request(
+    known: KnownClients, decode: Decode, clock: Clock
+) -> None:
     await known.check(GOOD)
     decode.answer = refusal = RefusalError(401, b"", "")
     clock.now_s += clients.FRESH_S
@@ -137,9 +139,9 @@ async def test_a_key_that_is_withdrawn_is_good_for_no_more_than_one_request() ->
     assert len(decode.asked) == 4
 
 
-async def test_a_known_key_outlives_a_decode_that_is_away_but_not_for_ever() -> None:
-    decode, clock = Decode(), Clock()
-    known = KnownClients(decode, clock)
+async def test_a_known_key_outlives_a_decode_that_is_away_but_not_for_ever(
+    known: KnownClients, decode: Decode, clock: Clock
+) -> None:
     await known.check(GOOD)
     decode.answer = EngineError(Stage.DECODE, "gone", reached=False)
     clock.now_s += clients.KEPT_S - 1

@@ -1,144 +1,185 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engine is next."""
+"""Which engine is next, and how its health decides it."""
 
 from contextlib import ExitStack
 
-from ecshare.router.fleet.engines import EnginePool
+import pytest
+
+from ecshare.router.fleet.engines import Engine, EnginePool
+from ecshare.router.fleet.health import Wait
 from ecshare.router.types import Stage
 from tests.ecshare.router.fake_engine import Clock, lease
 
+COOL_DOWN_S = 5.0
 
-def test_the_least_busy_engine_is_chosen() -> None:
-    engines = EnginePool(Stage.DECODE, ["a", "b", "c"], 5.0, Clock())
-    a, b, c = engines
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def pool(clock: Clock) -> EnginePool:
+    return EnginePool(Stage.DECODE, "abc", COOL_DOWN_S, clock)
+
+
+def hang(engine: Engine) -> None:
+    engine.health.note_poll(is_healthy=False, silent_s=1.0)
+
+
+def recovers(engine: Engine) -> bool:
+    """Let the /health of a hung engine answer; tell whether it is tried."""
+    engine.health.note_poll(is_healthy=True, silent_s=1.0)
+    return not engine.health.is_hung
+
+
+def test_the_least_busy_engine_is_chosen_and_idle_ones_take_turns(pool: EnginePool) -> None:
+    a, b, c = pool
     with ExitStack() as stack:
         for engine in (a, a, b, c, c):
-            stack.enter_context(lease(engines, engine))
-        assert engines.choose() is b
-    assert [engine.in_flight for engine in engines] == [0, 0, 0]
-
-
-def test_idle_engines_take_turns() -> None:
-    engines = EnginePool(Stage.DECODE, ["a", "b", "c"], 5.0, Clock())
+            stack.enter_context(lease(pool, engine))
+        assert pool.choose() is b
+    assert [engine.in_flight for engine in pool] == [0, 0, 0]
     turns = []
     for _ in range(6):
-        engine = engines.choose()
-        assert engine is not None
-        with lease(engines, engine):
-            turns.append(engine.url)
-    assert turns == ["a", "b", "c", "a", "b", "c"]
+        (engine, *_) = pool.ranked()
+        assert engine is pool.choose()
+        with lease(pool, engine):
+            turns.append(engine)
+    assert turns == [a, b, c, a, b, c]
+    assert pool.choose([a]) is b
+    assert pool.choose([a, b, c]) is None
 
 
-def test_a_failed_engine_rests() -> None:
-    clock = Clock()
-    engines = EnginePool(Stage.DECODE, ["a", "b"], 5.0, clock)
-    a, b = engines
-    engines.mark_failed(a)
-    with lease(engines, b):
-        assert engines.choose() is b
-    clock.now_s = 5.0
-    with lease(engines, b):
-        assert engines.choose() is a
+def test_an_engine_that_cannot_be_reached_rests_until_it_answers(
+    pool: EnginePool, clock: Clock
+) -> None:
+    a, *others = pool
+    for back in ("cool-down", "answer"):
+        a.health.note_lost_connection()
+        assert (a.state, pool.choose(others)) == ("down", None)
+        if back == "cool-down":
+            clock.now_s += COOL_DOWN_S
+        else:
+            a.health.note_reached()
+        assert (a.state, pool.choose(others)) == ("up", a)
 
 
-def test_an_engine_that_answers_is_back_at_once() -> None:
-    engines = EnginePool(Stage.DECODE, ["a"], 5.0, Clock())
-    (a,) = engines
-    engines.mark_failed(a)
-    assert engines.choose() is None
-    engines.mark_answered(a)
-    assert engines.choose() is a
-
-
-def test_soonest_is_the_one_to_try_when_all_rest() -> None:
-    clock = Clock()
-    engines = EnginePool(Stage.DECODE, ["a", "b"], 5.0, clock)
-    a, b = engines
-    engines.mark_failed(b)
+def test_the_last_ones_to_try_are_those_that_rest_the_first_first(
+    pool: EnginePool, clock: Clock
+) -> None:
+    a, b, c = pool
+    hang(b)
     clock.now_s = 1.0
-    engines.mark_failed(a)
-    assert engines.choose() is None
-    assert engines.soonest_available() is b
+    a.health.note_lost_connection()
+    clock.now_s = 0.5
+    c.health.note_lost_connection()
+    assert pool.choose() is None
+    assert pool.ranked() == pool.ranked("a model of nobody") == [c, a, b]
+    none = EnginePool(Stage.DECODE, [], COOL_DOWN_S, clock)
+    assert not none
+    assert (none.choose(), none.ranked()) == (None, [])
 
 
-def test_a_stage_without_engines_has_nobody() -> None:
-    engines = EnginePool(Stage.DECODE, [], 5.0, Clock())
-    assert not engines
-    assert engines.choose() is None
-    assert engines.soonest_available() is None
+def test_a_failing_engine_comes_last_until_it_serves(pool: EnginePool, clock: Clock) -> None:
+    a, b, c = pool
+    a.health.note_failure()
+    with lease(pool, b), lease(pool, b), lease(pool, c):
+        assert pool.ranked() == [c, b, a]
+        assert pool.choose() is c
+        assert pool.choose([b, c]) is a, "better than none"
+        for serves, state in ((False, "failing"), (True, "up")):
+            a.health.note_begin(None, serves=serves)
+            assert a.state == state
+        a.health.note_failure()
+        clock.now_s = COOL_DOWN_S
+        assert pool.choose() is a
 
 
-def test_engines_that_were_tried_are_left_out() -> None:
-    clock = Clock()
-    engines = EnginePool(Stage.DECODE, ["a", "b", "c"], 5.0, clock)
-    a, b, c = engines
-    assert engines.choose([a]) is b
-    engines.mark_failed(b)
-    assert engines.choose([a]) is c
-    assert engines.choose([a, c]) is None
-
-
-def test_one_that_hung_waits_until_it_is_tried_again() -> None:
-    clock = Clock()
-    engines = EnginePool(Stage.DECODE, ["a", "b"], 5.0, clock)
-    a, b = engines
-    engines.mark_hung(a)
-    assert not engines.try_recover(a)
+def test_one_that_hung_is_tried_with_one_request_at_a_time(pool: EnginePool, clock: Clock) -> None:
+    a, *others = pool
+    hang(a)
+    assert not recovers(a)
     clock.now_s = 100.0
-    with lease(engines, b):
-        assert engines.choose() is b
-    assert engines.try_recover(a)
-    assert engines.choose() is a
-    with lease(engines, a), lease(engines, b), lease(engines, b):
-        assert engines.choose() is b, "one request at a time"
-        engines.mark_alive(a)
-        assert engines.choose() is a
+    assert pool.choose(others) is None, "its /health has not answered since"
+    a.health.note_poll(is_healthy=False, silent_s=1.0)
+    assert a.state == "down"
+    assert recovers(a)
+    assert pool.choose(others) is a
+    with lease(pool, a):
+        assert pool.choose(others) is None
+        a.health.note_sign_of_life()
+        assert pool.choose(others) is a
 
 
-def test_other_answers_do_not_shorten_the_rest_of_one_that_hung() -> None:
-    clock = Clock()
-    engines = EnginePool(Stage.DECODE, ["a"], 5.0, clock)
-    (a,) = engines
-    engines.mark_hung(a)
-    engines.mark_answered(a)
-    engines.mark_failed(a)
-    assert not engines.try_recover(a)
-    clock.now_s = 5.0
-    assert engines.try_recover(a)
-
-
-def test_the_rest_doubles_and_has_an_end() -> None:
-    clock = Clock()
-    engines = EnginePool(Stage.DECODE, ["a"], 5.0, clock)
-    (a,) = engines
+def test_the_rest_of_one_that_hangs_doubles_has_an_end_and_no_answer_shortens_it(
+    pool: EnginePool, clock: Clock
+) -> None:
+    a, *_ = pool
     rests_s = []
     for _ in range(9):
-        engines.mark_hung(a)
-        rests_s.append(a.down_until_s - clock.now_s)
-        clock.now_s = a.down_until_s
-        assert engines.try_recover(a)
+        hang(a)
+        a.health.note_reached()
+        a.health.note_lost_connection()
+        until_s = a.health.down_until_s
+        rests_s.append(until_s - clock.now_s)
+        clock.now_s = until_s - 0.1
+        assert not recovers(a)
+        clock.now_s = until_s
+        assert recovers(a)
     assert rests_s == [5, 10, 20, 40, 80, 160, 320, 320, 320]
 
 
-def test_one_that_hung_is_the_last_hope() -> None:
-    engines = EnginePool(Stage.DECODE, ["a", "b"], 5.0, Clock())
-    a, b = engines
-    engines.mark_hung(a)
-    for _ in range(2):
-        engines.mark_failed(b)
-    b.down_until_s = a.down_until_s + 1
-    assert engines.soonest_available() is b
+def waiting(engine: Engine, clock: Clock, limit_s: float = 10.0) -> Wait:
+    return engine.health.begin_wait(limit_s, clock, lambda: False, lambda error: None)
 
 
-def test_several_are_the_best_first_and_one_at_least() -> None:
-    engines = EnginePool(Stage.DECODE, ["a", "b", "c"], 5.0, Clock())
-    a, b, c = engines
-    with lease(engines, a), lease(engines, a), lease(engines, b):
-        assert engines.ranked(3) == [c, b, a]
-        assert engines.ranked(2) == [c, b]
-        engines.mark_hung(c)
-        assert engines.ranked(3) == [b, a]
-    for engine in (a, b):
-        engines.mark_failed(engine)
-    assert engines.ranked(3) == [a]
-    assert EnginePool(Stage.DECODE, [], 5.0, Clock()).ranked(3) == []
+def test_patience_lasts_as_long_as_the_shortest_limit_and_begins_anew_with_each_sign_of_life(
+    pool: EnginePool, clock: Clock
+) -> None:
+    a, *_ = pool
+    for limit_s in (8.0, 16.0):
+        waiting(a, clock, limit_s)
+    for _ in range(3):
+        for _ in range(7):
+            a.health.note_poll(is_healthy=True, silent_s=1.0)
+        assert not a.health.is_hung
+        a.health.note_sign_of_life()
+    for _ in range(8):
+        assert not a.health.is_hung
+        a.health.note_poll(is_healthy=True, silent_s=1.0)
+    assert a.health.is_hung
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "is_silent", "has_signs", "hangs"),
+    [(10, True, False, True), (9, True, False, False), (10, False, False, False)]
+    + [(10, True, True, False)],
+)
+def test_a_wait_that_ends_late_is_evidence_unless_others_had_answers(
+    pool: EnginePool,
+    clock: Clock,
+    waited_s: int,
+    is_silent: bool,
+    has_signs: bool,
+    hangs: bool,
+) -> None:
+    a, *_ = pool
+    wait = waiting(a, clock)
+    clock.now_s = waited_s
+    if has_signs:
+        a.health.note_sign_of_life()
+    (a.health.note_silence if is_silent else a.health.end_wait)(wait)
+    assert (a.health.is_hung, a.health.is_in_doubt) == (hangs, is_silent)
+    assert not a.health.waits
+
+
+def test_an_engine_that_is_used_again_is_tried_though_nobody_polled_it(pool: EnginePool) -> None:
+    a, *_ = pool
+    hang(a)
+    with lease(pool, a):
+        pool.update("bc")
+        assert a.state == "draining"
+        pool.update("ab")
+        assert [*pool][0] is a
+        assert not a.health.is_hung

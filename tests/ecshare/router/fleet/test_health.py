@@ -3,10 +3,9 @@
 
 import asyncio
 import json
-import weakref
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -14,14 +13,11 @@ import pytest
 from aiohttp import web
 
 from ecshare.router.api.chat import CHAT
-from ecshare.router.fleet import health, model_lists
-from ecshare.router.fleet.engines import Engine, EnginePool
-from ecshare.router.fleet.health import HealthWatch, Wait
+from ecshare.router.fleet import models, watch
 from ecshare.router.types import Stage
 from tests.ecshare.router.fake_engine import (
     EVENTS,
     PNG,
-    Clock,
     FakeEngine,
     Fleet,
     Hanging,
@@ -46,7 +42,7 @@ Asked = asyncio.Task[tuple[aiohttp.ClientResponse, bytes]]
 @pytest.fixture(autouse=True)
 def _every_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent engines are asked for their health without much waiting."""
-    monkeypatch.setattr(health, "ASK_EVERY_S", TICK_S)
+    monkeypatch.setattr(watch, "POLL_EVERY_S", TICK_S)
 
 
 @asynccontextmanager
@@ -105,27 +101,18 @@ async def test_a_stream_moves_from_a_healthy_engine_after_the_time_out(
 async def test_a_whole_answer_may_take_its_time_at_a_healthy_engine() -> None:
     async with one_hangs(healthy=True, first_byte_timeout_s=0.05) as (f, slow):
         slow.answer = held = Held(decoded)
-        probed = count_probes(slow)
+        probes = count_probes(slow)
         asked = asyncio.create_task(f.post(chat()))
-        await until(lambda: probed.count >= 10)
+        await until(lambda: probes["asked"] >= 10)
         held.let_go.set()
         assert (await asked)[0].status == 200
         assert [len(engine.bodies) for engine in f.decoders] == [1, 0]
 
 
-@dataclass
-class Probes:
-    count: int = 0
-    answered: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-def count_probes(engine: FakeEngine) -> Probes:
-    probes = Probes()
-
-    def on_health() -> None:
-        probes.count += 1
-
-    engine.on_health = on_health
+def count_probes(engine: FakeEngine) -> Counter[str]:
+    """Count from now on how often an engine is asked for its health."""
+    probes: Counter[str] = Counter()
+    engine.on_health = lambda: probes.update(["asked"])
     return probes
 
 
@@ -141,8 +128,8 @@ async def test_a_stream_that_has_begun_is_not_cut_short() -> None:
             with f.busy(f.decoders[1]):
                 await f.post(chat(stream=True))
             assert f.is_left_out(slow)
-            seen = probes.count
-            await until(lambda: probes.count >= seen + 3)
+            seen = probes["asked"]
+            await until(lambda: probes["asked"] >= seen + 3)
             let_go.set()
             assert await response.content.readany() == EVENTS[-1]
 
@@ -178,7 +165,7 @@ async def test_a_single_engine_is_waited_for(healthy: bool, num_p: int) -> None:
         f.d.answer, f.d.healthy = held, _ = Held(decoded), healthy
         probes = count_probes(f.d)
         asked = asyncio.create_task(f.post(chat(stream=True)))
-        await until(lambda: probes.count >= 10)
+        await until(lambda: probes["asked"] >= 10)
         assert len(f.d.bodies) == 1
         held.let_go.set()
         assert (await asyncio.wait_for(asked, SOON_S))[1] == b"".join(EVENTS)
@@ -186,18 +173,9 @@ async def test_a_single_engine_is_waited_for(healthy: bool, num_p: int) -> None:
         assert (await f.health())[0] == 200, "alive again with the first byte"
 
 
-async def test_impatient_clients_do_not_hide_a_dead_engine() -> None:
-    """One after the other gives up before anything is noticed."""
-    async with one_hangs(healthy=False) as (f, bad):
-        left = await give_up(f, bad)
-        assert left == 1
-        await until(lambda: f.is_left_out(bad))
-        assert (await asyncio.wait_for(f.post(chat()), SOON_S))[0].status == 200
-
-
 async def test_one_impatient_client_is_evidence_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the engine has answered somebody else a moment before."""
-    monkeypatch.setattr(health, "ASK_EVERY_S", 0.2)
+    monkeypatch.setattr(watch, "POLL_EVERY_S", 0.2)
     async with one_hangs(healthy=False) as (f, bad):
         with f.busy(f.decoders[1]):
             bad.answer = decoded
@@ -212,7 +190,7 @@ async def test_an_answer_counts_for_more_than_a_late_health() -> None:
         slow.health_answers = asyncio.Event()
         probes = count_probes(slow)
         asked = asyncio.create_task(f.post(chat()))
-        await until(lambda: probes.count == 1)
+        await until(lambda: probes["asked"] == 1)
         held.let_go.set()
         await asked
         slow.health_answers.set()
@@ -220,8 +198,10 @@ async def test_an_answer_counts_for_more_than_a_late_health() -> None:
         assert not f.is_left_out(slow)
 
 
-async def give_up(f: Fleet, engine: FakeEngine, probes: Probes | None = None, **fields: Any) -> int:
-    """Ask `engine`, leave as soon as it has been asked; returns how many requests it has got.
+async def give_up(
+    f: Fleet, engine: FakeEngine, probes: Counter[str] | None = None, **fields: Any
+) -> None:
+    """Ask `engine`, and leave as soon as it has been asked.
 
     With `probes`, leave when it has been asked for its health twice meanwhile, or is left out.
     """
@@ -229,11 +209,10 @@ async def give_up(f: Fleet, engine: FakeEngine, probes: Probes | None = None, **
     asked = asyncio.create_task(f.post(chat(**fields)))
     await asyncio.wait_for(hanging.asked.wait(), SOON_S)
     if probes is not None:
-        enough = probes.count + 2
-        await until(lambda: probes.count >= enough or f.is_left_out(engine))
+        enough = probes["asked"] + 2
+        await until(lambda: probes["asked"] >= enough or f.is_left_out(engine))
     asked.cancel()
     await asyncio.wait_for(hanging.left.wait(), SOON_S)
-    return len(engine.bodies)
 
 
 async def test_impatient_clients_do_not_hide_a_gpu_that_hangs() -> None:
@@ -257,7 +236,7 @@ async def test_a_healthy_engine_that_clients_leave_is_not_left_out() -> None:
     async with one_hangs(healthy=True) as (f, well):
         probes = count_probes(well)
         await give_up(f, well)
-        await until(lambda: probes.count >= 1)
+        await until(lambda: probes["asked"] >= 1)
         await until(lambda: not f.is_watched(well))
         well.answer = decoded
         well.bodies.clear()
@@ -266,12 +245,20 @@ async def test_a_healthy_engine_that_clients_leave_is_not_left_out() -> None:
         assert len(well.bodies) == 2
 
 
+async def test_one_that_hangs_is_no_second_choice() -> None:
+    async with one_hangs(healthy=False) as (f, bad):
+        await f.post(chat())
+        f.decoders[1].answer = hang_up
+        assert (await asyncio.wait_for(f.post(chat()), SOON_S))[0].status == 502
+        assert len(bad.bodies) == 1
+
+
 async def test_it_comes_back_when_its_health_answers_and_not_before() -> None:
     async with one_hangs(healthy=False, cool_down_s=5.0) as (f, bad):
         await f.post(chat())
         probes = count_probes(bad)
         f.clock.now_s += 1000  # a cool-down alone brings it no request
-        await until(lambda: probes.count >= 3)
+        await until(lambda: probes["asked"] >= 3)
         for _ in range(4):
             await f.post(chat())
         assert len(bad.bodies) == 1
@@ -280,26 +267,6 @@ async def test_it_comes_back_when_its_health_answers_and_not_before() -> None:
         for _ in range(4):
             await f.post(chat())
         assert len(bad.bodies) == 3
-
-
-async def test_one_that_is_healthy_but_never_answers_is_tried_with_one_request_and_less_often() -> (
-    None
-):
-    async with one_hangs(healthy=True, first_byte_timeout_s=0.1, cool_down_s=5.0) as (f, bad):
-        now_s = 0.0
-        for hangs, rest_s in enumerate((5.0, 10.0, 20.0), 1):
-            asked = [asyncio.create_task(f.post(chat(stream=True))) for _ in range(4)]
-            await asyncio.wait_for(asyncio.gather(*asked), SOON_S)
-            num_asked = len(bad.bodies)
-            assert hangs == 1 or num_asked == 1, "one request at a time"
-            assert f.is_left_out(bad)
-            bad.bodies.clear()
-            probes = count_probes(bad)
-            f.clock.now_s = now_s + rest_s - 0.1
-            await until(lambda: probes.count >= 3)  # noqa: B023
-            assert f.is_left_out(bad)
-            f.clock.now_s = now_s = now_s + rest_s
-            await until(lambda: not f.is_left_out(bad))
 
 
 @pytest.mark.parametrize("healthy", [False, True])
@@ -315,19 +282,11 @@ async def test_encode_and_prefill_engines_are_left_out_alike(stage: str, healthy
         assert len(bad.bodies) == 1
 
 
-async def test_an_engine_that_a_proxy_says_is_gone_rests_as_ever() -> None:
-    async with one_hangs(healthy=True) as (f, bad):
-        bad.answer = failing(503)
-        for _ in range(4):
-            assert (await f.post(chat()))[0].status == 200
-        assert len(bad.bodies) == 1
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_one_that_breaks_off_rests_and_does_not_hang(
     stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(health, "ASK_EVERY_S", 1.0)  # not while it has the request
+    monkeypatch.setattr(watch, "POLL_EVERY_S", 1.0)  # not while it has the request
     async with one_hangs(healthy=False) as (f, gone):
         gone.answer = hang_up
         for _ in range(3):
@@ -347,105 +306,26 @@ async def test_that_a_proxy_answers_for_it_is_no_sign_of_life() -> None:
             assert (await f.post(chat()))[0].status == 200
         assert len(bad.bodies) == 2
         (engine,) = (each for each in f.router.pools[Stage.DECODE] if each.url == bad.url)
-        assert engine.num_hangs, "on probation"
+        assert not engine.health.takes_one_more(in_flight=1), "on probation"
 
 
 async def test_a_hung_engine_holds_up_neither_lists_nor_the_first_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(model_lists, "HEDGE_S", TICK_S)
-    monkeypatch.setattr(model_lists, "TIMEOUT_S", LONG_S)  # would be seen
+    monkeypatch.setattr(models, "HEDGE_S", TICK_S)
+    monkeypatch.setattr(models, "TIMEOUT_S", LONG_S)  # would be seen
     async with fleet(0, 0, num_d=2) as f:
         hung = f.decoders[0]
         hung.answer, hung.healthy, hung.lists = Hanging(), False, asyncio.Event()
         for patience_s in (TICK_S, LONG_S):  # nobody waits for one that was waited for in vain
-            monkeypatch.setattr("ecshare.router.fleet.models.MAX_WAIT_S", patience_s)
-            response, _ = await asyncio.wait_for(f.post(chat() | {"model": "other"}), SOON_S)
-            assert response.status == 404, "the other one has said so"
+            monkeypatch.setattr(models, "MAX_WAIT_S", patience_s)
+            answer, _ = await asyncio.wait_for(f.post(chat() | {"model": "other"}), SOON_S)
+            assert answer.status == 404, "the other one has said so"
         assert hung.num_model_lists <= 2, "for its models, and for the client"
         for _ in range(2):
             get = f.client.get(f.url + "/v1/models", timeout=aiohttp.ClientTimeout(SOON_S))
-            async with get as models:
-                assert (await models.json())["data"] == [{"id": "m"}]
-
-
-async def test_a_list_that_fails_is_had_from_another() -> None:
-    async with fleet(0, 0, num_d=1, decoders_more=("http://127.0.0.1:9",)) as f:
-        for _ in range(3):
-            async with f.client.get(f.url + "/v1/models") as response:
-                assert response.status == 200
-        response, _ = await f.post(chat() | {"model": "other"})
-        assert response.status == 404
-
-
-async def test_an_engine_that_hangs_is_not_asked_for_each_report() -> None:
-    async with one_hangs(healthy=False) as (f, bad):
-        await f.post(chat())
-        await until(lambda: f.is_left_out(bad))
-        bad.health_answers = asyncio.Event()
-        status, report = await asyncio.wait_for(f.health(), SOON_S)
-        assert status == 200
-        assert {each["url"]: each["healthy"] for each in report["stages"]["decode"]} == {
-            bad.url: False,
-            f.decoders[1].url: True,
-        }
-
-
-@dataclass
-class Watching:
-    """A watch over engines that say they are healthy."""
-
-    pool: EnginePool = field(
-        default_factory=lambda: EnginePool(Stage.DECODE, ("http://d",), 5.0, Clock())
-    )
-    num_asked: int = 0
-
-    async def _is_healthy(self, engine: Engine) -> bool:
-        self.num_asked += 1
-        return True
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[HealthWatch]:
-        watch = HealthWatch(self._is_healthy, TICK_S)
-        yield watch
-        await watch.close()
-
-    def wait(self) -> Wait:
-        now_s = asyncio.get_running_loop().time()
-        return Wait(now_s, 10 * TICK_S, 0, lambda: False, lambda error: None)
-
-
-async def test_patience_begins_anew_with_each_sign_of_life() -> None:
-    watching = Watching()
-    (engine,) = watching.pool
-    async with watching.running() as watch:
-        watch.begin(engine, watching.pool, watching.wait())
-        for number in range(1, 5):
-            await until(lambda: watching.num_asked >= 4 * number)  # noqa: B023
-            assert not engine.is_hung
-            engine.num_heard += 1
-        await until(lambda: engine.is_hung)
-
-
-async def test_an_engine_that_was_removed_is_forgotten_with_the_next_one() -> None:
-    watching = Watching()
-    async with watching.running() as watch:
-        engines = []
-        for url in ("http://d", "http://other"):
-            watching.pool.update((url,))
-            (engine,) = watching.pool
-            engines.append(weakref.ref(engine))
-            wait = watching.wait()
-            watch.begin(engine, watching.pool, wait)
-            watch.end(engine, wait, is_silent=False)
-            await until(lambda: not watch.watched)
-        assert engines[0]() is None
-
-
-async def test_the_router_stops_while_it_watches() -> None:
-    async with one_hangs(healthy=False) as (f, bad):
-        await f.post(chat())
-        await until(lambda: f.is_left_out(bad))
+            async with get as response:
+                assert (await response.json())["data"] == [{"id": "m"}]
 
 
 @pytest.fixture(autouse=True)

@@ -14,14 +14,16 @@ import pytest
 from aiohttp import web
 
 from ecshare.router.api.chat import CHAT
-from ecshare.router.fleet import health
+from ecshare.router.fleet import watch
 from ecshare.router.types import Stage
 from tests.ecshare.router.fake_engine import (
     EVENTS,
     PNG,
     Answer,
-    FakeEngine,
+    First,
     Fleet,
+    answer_all,
+    asked,
     chat,
     decoded,
     failing,
@@ -97,33 +99,13 @@ async def all_events(http: web.Request, stream: Stream) -> None:
         await stream.write(event)
 
 
-class First:
-    """Answers the first requests of a stage in another way, whichever engine they come to."""
-
-    def __init__(self, first: Answer, otherwise: Answer, number: int = 1) -> None:
-        self._first, self._otherwise, self._left = first, otherwise, number
-
-    async def __call__(self, http: web.Request, body: dict[str, Any]) -> Stream:
-        self._left -= 1
-        return await (self._first if self._left >= 0 else self._otherwise)(http, body)
-
-
-def answer_all(engines: list[FakeEngine], answer: Answer) -> None:
-    for engine in engines:
-        engine.answer = answer
-
-
-def asked(engines: list[FakeEngine]) -> list[int]:
-    return sorted(len(engine.bodies) for engine in engines)
-
-
 # Longer than a busy machine holds up the process in which all of them run.
 PATIENCE_S = 1.0
 
 
 @pytest.fixture(autouse=True)
 def _every_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "ASK_EVERY_S", 0.02)
+    monkeypatch.setattr(watch, "POLL_EVERY_S", 0.02)
 
 
 @pytest.mark.parametrize("end", [error_event, break_off, hang])
@@ -174,17 +156,16 @@ async def test_a_stream_of_comments_alone_ends_as_the_engine_ends_it() -> None:
 
 async def test_comments_do_not_show_that_an_engine_serves_again() -> None:
     async with fleet(0, 0) as f:
-        decoders = f.router.pools[Stage.DECODE]
-        (engine,) = decoders
-        decoders.mark_doubtful(engine)
+        (engine,) = f.router.pools[Stage.DECODE]
+        engine.health.note_failure()
         f.d.answer = idle = Idle(all_events)
         body = json.dumps(chat(stream=True))
         async with f.client.post(f.url + CHAT, data=body) as response:
             assert await response.content.readexactly(len(COMMENT)) == COMMENT
-            assert decoders.state(engine) == "doubtful"
+            assert engine.state == "failing"
             idle.go_on.set()
             assert await response.content.read() == ANSWER
-        assert decoders.state(engine) == "up"
+        assert engine.state == "up"
 
 
 PATHS = {
@@ -223,6 +204,7 @@ def error_in(path: str, body: bytes) -> dict[str, Any]:
         (failing(422), "engine says no"),
         (failing(429), "engine says no"),
         (decoded, "The engine did not stream its answer."),
+        (hang_up, "The decode engine failed."),
     ],
 )
 async def test_the_last_answer_is_an_error_event(path: str, last: Answer, message: str) -> None:
@@ -236,16 +218,6 @@ async def test_the_last_answer_is_an_error_event(path: str, last: Answer, messag
         assert response.status == 200
         assert error_in(path, body)["message"] == message
         assert asked(f.decoders) == [1, 1]
-
-
-@pytest.mark.parametrize("path", PATHS)
-async def test_the_routers_own_error_is_an_error_event(path: str) -> None:
-    async with fleet(0, 0, num_d=2) as f:
-        idle = Idle(break_off)
-        answer_all(f.decoders, First(idle, hang_up))
-        response, body = await streamed(f, idle.go_on, PATHS[path], path)
-        assert response.status == 200
-        assert error_in(path, body)["message"] == "The decode engine failed."
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"error": "no"}', b'{"detail": {}}', b""])
@@ -268,23 +240,6 @@ async def test_the_deadline_is_an_error_event() -> None:
         assert json.loads(body.rpartition(b"data: ")[2])["error"]["code"] == "timeout"
 
 
-async def test_a_client_that_leaves_during_comments_ends_its_request() -> None:
-    left = asyncio.Event()
-
-    async def until_left(http: web.Request, stream: Stream) -> None:
-        try:
-            await hang(http, stream)
-        finally:
-            left.set()
-
-    async with fleet(0, 0, num_d=2) as f:
-        answer_all(f.decoders, idle_then(until_left))
-        async with f.client.post(f.url + CHAT, data=json.dumps(chat(stream=True))) as response:
-            assert await response.content.readexactly(len(COMMENT)) == COMMENT
-        await asyncio.wait_for(left.wait(), SOON_S)
-        assert asked(f.decoders) == [0, 1]
-
-
 async def test_what_is_lost_is_encoded_again_behind_a_comment() -> None:
     async with fleet(hand_over="after") as f:
         await f.post(chat(picture(PNG)))
@@ -303,37 +258,26 @@ async def known(f: Fleet) -> None:
         engine.bodies.clear()
 
 
-async def test_d_that_sends_comments_has_not_begun_while_p_computes() -> None:
-    """P fails then, and D gets the whole request, in the same stream of the client."""
+@pytest.mark.parametrize("status", [500, 400])
+async def test_d_that_sends_comments_has_not_begun_while_p_computes(status: int) -> None:
+    """If P fails then, D gets the whole request, in the client's stream. A refusal is its end."""
     async with fleet(0, prefill="always") as f:
         await known(f)
-        fails = asyncio.Event()
+        go_on = asyncio.Event()
 
         async def fail(http: web.Request, body: dict[str, Any]) -> Stream:
-            await fails.wait()
-            return await failing(500)(http, body)
+            await go_on.wait()
+            return await failing(status)(http, body)
 
-        f.p.answer, f.d.answer = fail, First(Idle(all_events), decoded)
-        _, body = await streamed(f, fails, chat(stream=True))
-        assert body == COMMENT + ANSWER
+        f.p.answer, f.d.answer = fail, First(idle_then(hang), decoded)
+        _, body = await streamed(f, go_on, chat(stream=True))
         handed_over = [sent.get("kv_transfer_params") for sent in f.d.bodies]
-        assert handed_over == [STREAMED, None]
-
-
-async def test_what_p_refuses_is_an_error_event_behind_comments() -> None:
-    async with fleet(0, prefill="always") as f:
-        await known(f)
-        refuses = asyncio.Event()
-
-        async def refuse(http: web.Request, body: dict[str, Any]) -> Stream:
-            await refuses.wait()
-            return await failing(400)(http, body)
-
-        f.p.answer, f.d.answer = refuse, idle_then(hang)
-        _, body = await streamed(f, refuses, chat(stream=True))
         told = COMMENT + body.replace(COMMENT, b"")
-        assert error_in(CHAT, told)["message"] == "engine says no"
-        assert len(f.d.bodies) == 1
+        if status == 500:
+            assert (told, handed_over) == (COMMENT + ANSWER, [STREAMED, None])
+        else:
+            assert error_in(CHAT, told)["message"] == "engine says no"
+            assert handed_over == [STREAMED]
 
 
 async def test_metrics_count_from_the_first_event() -> None:

@@ -2,81 +2,20 @@
 """Which models engines serve: read behind the requests, and never waited for twice."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import json
 
 import pytest
 
 from ecshare.router.api.errors import ApiError, EngineError, RefusalError
-from ecshare.router.fleet import model_lists, models
+from ecshare.router.fleet import models
+from ecshare.router.fleet.clients import Headers
 from ecshare.router.fleet.engines import Engine, EnginePool
-from ecshare.router.fleet.models import Cards, ServedModels
+from ecshare.router.fleet.models import ModelLists
 from ecshare.router.types import Stage
-from tests.ecshare.router.fake_engine import Clock, Fleet, chat, fleet
+from tests.ecshare.router.fake_engine import Clock
+from tests.waiting import until
 
 SOON_S = 5.0
-
-
-@asynccontextmanager
-async def slow_list() -> AsyncIterator[Fleet]:
-    """A fleet that has read D's list once, long ago; it now never comes."""
-    async with fleet(0, 0) as f:
-        await f.post(chat())
-        f.clock.now_s += 100
-        f.d.lists = asyncio.Event()
-        yield f
-
-
-async def test_a_slow_list_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "MAX_WAIT_S", 60.0)  # would be seen
-    async with slow_list() as f:
-        for _ in range(3):
-            assert (await f.post(chat()))[0].status == 200
-            f.clock.now_s += 100
-        assert f.d.num_lists_awaited == 1, "still, and one at a time"
-        assert f.d.num_model_lists == 2
-
-
-async def test_a_slow_list_holds_nobody_up_when_nothing_is_known_yet() -> None:
-    async with fleet(0, 0) as f:
-        f.d.lists = asyncio.Event()
-        for _ in range(2):
-            assert (await f.post(chat()))[0].status == 200
-        assert f.d.num_lists_awaited == f.d.num_model_lists == 1
-
-
-async def test_a_slow_list_holds_nobody_up_who_asks_for_another_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The stages are left to refuse it."""
-    async with slow_list() as f:
-        for patience_s in (0.05, 60.0):  # nobody waits for one that was waited for in vain
-            monkeypatch.setattr(models, "MAX_WAIT_S", patience_s)
-            assert (await f.post(chat() | {"model": "other"}))[0].status == 200
-        assert f.d.num_lists_awaited == 1
-        assert f.d.num_model_lists == 2
-
-
-async def test_an_engine_with_a_slow_list_is_asked_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_lists, "TIMEOUT_S", 0.1)
-    async with fleet(0, 0, num_d=2) as f:
-        for engine in f.decoders:
-            engine.lists = asyncio.Event()
-        await f.post(chat())
-        for engine in f.decoders:
-            await asyncio.wait_for(engine.list_left.wait(), SOON_S)
-        for _ in range(4):
-            await f.post(chat())
-        assert min(len(engine.bodies) for engine in f.decoders) >= 2
-
-
-async def test_a_model_that_was_loaded_a_moment_ago_is_found() -> None:
-    async with fleet(0, 0) as f:
-        await f.post(chat())
-        f.d.models = ("m", "new")
-        assert (await f.post(chat() | {"model": "new"}))[0].status == 404
-        f.clock.now_s += 1
-        assert (await f.post(chat() | {"model": "new"}))[0].status == 200
 
 
 async def background() -> None:
@@ -84,27 +23,37 @@ async def background() -> None:
     await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
 
 
-class Lists:
-    """What engines list, by url; an error for one that does not answer. None: it does not tell."""
+class OpenLists(ModelLists):
+    async def check_client(self, headers: Headers) -> None:
+        """Every client is served."""
 
-    def __init__(self, **lists: str | None | Exception) -> None:
+
+class Lists:
+    """What engines list, by url: an error if one does not answer, None if it does not tell, an
+    event that it waits for."""
+
+    def __init__(self, **lists: str | None | Exception | asyncio.Event) -> None:
         self.lists = lists
         self.asked: list[str] = []
+        self.ended = False
         self.clock = Clock()
         self.pool = EnginePool(Stage.DECODE, lists, 5.0, self.clock)
-        self.served = ServedModels(
-            {Stage.DECODE: self.pool}, self.read, self.check_client, self.clock
-        )
+        self.served = OpenLists({Stage.DECODE: self.pool}, self.read, self.clock)
 
-    async def read(self, engine: Engine, headers: models.Headers) -> Cards | None:
+    async def read(self, engine: Engine, headers: Headers, limit_s: float) -> bytes | None:
+        assert 0 < limit_s < 10
         self.asked.append(engine.url)
         told = self.lists[engine.url]
         if isinstance(told, Exception):
             raise told
-        return None if told is None else {name: {"id": name} for name in told}
-
-    async def check_client(self, headers: models.Headers) -> None:
-        pass
+        if isinstance(told, asyncio.Event):
+            try:
+                await told.wait()
+            finally:
+                self.ended = True
+            return None
+        cards = [{"id": name, "root": engine.url} for name in told or ""]
+        return None if told is None else json.dumps({"data": cards}).encode()
 
     async def refuses(self, model: str) -> bool:
         try:
@@ -117,6 +66,25 @@ class Lists:
 
 GONE = EngineError(Stage.DECODE, "gone", reached=False)
 REFUSED = RefusalError(401, b"", "")
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+async def test_a_slow_list_holds_up_one_request_at_most(
+    is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d = Lists(d="m")
+    if is_known:
+        assert not await d.refuses("m")
+        d.clock.now_s += 100
+    d.lists["d"] = asyncio.Event()
+    monkeypatch.setattr(models, "MAX_WAIT_S", 0.05)
+    assert not await d.refuses("n"), "the stages are left to refuse it"
+    monkeypatch.setattr(models, "MAX_WAIT_S", 60.0)
+    for model in "mnmn":
+        assert not await asyncio.wait_for(d.refuses(model), SOON_S)
+        d.clock.now_s += 100
+    assert len(d.asked) == 1 + is_known, "one at a time"
+    await d.served.close()
 
 
 async def test_a_list_that_fails_to_come_leaves_the_old_one() -> None:
@@ -170,7 +138,7 @@ async def test_a_client_that_is_refused_keeps_nobody_from_being_told() -> None:
 async def test_an_engine_that_is_down_is_not_asked() -> None:
     d = Lists(a="m", b="n")
     _, b = d.pool
-    d.pool.mark_failed(b)
+    b.health.note_lost_connection()
     assert await d.refuses("n")
     assert d.asked == ["a"]
     d.clock.now_s += 5
@@ -180,7 +148,7 @@ async def test_an_engine_that_is_down_is_not_asked() -> None:
 
 
 async def test_what_the_operator_says_counts_more_than_what_an_engine_lists() -> None:
-    d = Lists(a="mn", b="mn", c=GONE)
+    d = Lists(a="mn", b="mn", c=None)
     told = {"a": frozenset("m"), "c": frozenset("xy")}
     d.pool.update("abc", told)
     assert not await d.refuses("m")
@@ -188,9 +156,11 @@ async def test_what_the_operator_says_counts_more_than_what_an_engine_lists() ->
     for model, engines in {"m": "ab", "n": "b", "x": "c"}.items():
         assert not await d.refuses(model)
         assert "".join(each.url for each in d.pool.serving(model)) == engines
-    cards = await d.served.union({})
-    assert [card["id"] for card in cards] == ["m", "n", "x", "y"]
-    assert {"id": "m"} in cards, "as the engine describes it"
+    d.clock.now_s += 1
+    assert await d.refuses("o")
+    cards = await d.served.cards({})
+    assert [*cards] == [card["id"] for card in cards.values()] == ["m", "n", "x", "y"]
+    assert cards["m"] == {"id": "m", "root": "a"}, "as the first engine describes it"
 
 
 async def test_a_model_goes_with_the_last_engine_that_serves_it() -> None:
@@ -201,23 +171,11 @@ async def test_a_model_goes_with_the_last_engine_that_serves_it() -> None:
 
 
 async def test_a_reading_ends_with_the_router() -> None:
-    begun = asyncio.Event()
-    ended = asyncio.Event()
-
-    async def read(engine: Engine, headers: models.Headers) -> Cards | None:
-        begun.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-        return None
-
-    d = Lists(d="m")
-    served = ServedModels({Stage.DECODE: d.pool}, read, d.check_client, Clock())
-    asked = asyncio.create_task(served.resolve("m", {}))
-    await begun.wait()
+    d = Lists(d=asyncio.Event())
+    asked = asyncio.create_task(d.served.resolve("m", {}))
+    await until(lambda: d.asked)
     asked.cancel()
     await asyncio.wait([asked])
-    assert not ended.is_set(), "others may wait for it"
-    await served.close()
-    assert ended.is_set()
+    assert not d.ended, "others may wait for it"
+    await d.served.close()
+    assert d.ended

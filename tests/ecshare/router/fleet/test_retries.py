@@ -18,9 +18,11 @@ from tests.ecshare.router.fake_engine import (
     PNG_2,
     Answer,
     Clock,
-    FakeEngine,
+    First,
     Fleet,
     Hanging,
+    answer_all,
+    asked,
     chat,
     decoded,
     encoded,
@@ -36,19 +38,6 @@ SOON_S = 10.0
 FULL_PATH = "encode,prefill,decode"
 
 
-@dataclass
-class FirstFails:
-    """Fails the first requests of a stage, whichever engine they come to."""
-
-    failure: Answer
-    otherwise: Answer
-    left: int = 1
-
-    async def __call__(self, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        self.left -= 1
-        return await (self.failure if self.left >= 0 else self.otherwise)(http, body)
-
-
 async def overloaded(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     return web.json_response({"error": "busy"}, status=429, headers={"Retry-After": "17"})
 
@@ -58,40 +47,21 @@ async def streaming_p(http: web.Request, body: dict[str, Any]) -> web.StreamResp
     return web.json_response({"kv_transfer_params": params})
 
 
-def asked(engines: list[FakeEngine]) -> list[int]:
-    return sorted(len(engine.bodies) for engine in engines)
-
-
-def answer_all(engines: list[FakeEngine], answer: Answer) -> None:
-    for engine in engines:
-        engine.answer = answer
-
-
 async def fallbacks(f: Fleet) -> int:
     number: int = (await f.health())[1]["fallbacks"]
     return number
 
 
-FAILURES = [hang_up, failing(500), failing(503), failing(429), failing(408)]
-
-
-@pytest.mark.parametrize("failure", FAILURES)
-async def test_another_encoder_is_asked(failure: Answer) -> None:
-    async with fleet(num_e=2) as f:
-        answer_all(f.encoders, FirstFails(failure, encoded))
+@pytest.mark.parametrize(
+    "failure", [hang_up, failing(500), failing(503), failing(429), failing(408)]
+)
+async def test_another_encode_and_another_prefill_are_asked(failure: Answer) -> None:
+    async with fleet(num_e=2, num_p=2) as f:
+        answer_all(f.encoders, First(failure, encoded))
+        answer_all(f.prefillers, First(failure, prefilled))
         response, _ = await f.post(chat(picture(PNG)))
         assert (response.status, response.headers["x-ecshare-path"]) == (200, FULL_PATH)
-        assert asked(f.encoders) == [1, 1]
-        assert await fallbacks(f) == 0
-
-
-@pytest.mark.parametrize("failure", FAILURES)
-async def test_another_prefill_is_asked(failure: Answer) -> None:
-    async with fleet(num_p=2) as f:
-        answer_all(f.prefillers, FirstFails(failure, prefilled))
-        response, _ = await f.post(chat(picture(PNG)))
-        assert (response.status, response.headers["x-ecshare-path"]) == (200, FULL_PATH)
-        assert asked(f.prefillers) == [1, 1]
+        assert asked(f.encoders) == asked(f.prefillers) == [1, 1]
         assert f.d.bodies[0]["kv_transfer_params"] == {"kvshare": {"num_tokens": 7}}
         assert await fallbacks(f) == 0
 
@@ -112,7 +82,7 @@ async def test_another_prefill_is_asked_while_decode_waits(stream: bool) -> None
             f.d.answer = decoded
             return await hang_up(http, body)
 
-        answer_all(f.prefillers, FirstFails(fail, streaming_p))
+        answer_all(f.prefillers, First(fail, streaming_p))
         response, body = await asyncio.wait_for(f.post(chat(stream=stream)), SOON_S)
         assert body == (b"".join(EVENTS) if stream else b'{"choices":  []}')
         assert response.headers["x-ecshare-path"] == "prefill,decode"
@@ -124,12 +94,20 @@ async def test_another_prefill_is_asked_while_decode_waits(stream: bool) -> None
         ]
 
 
-@pytest.mark.parametrize("failure", [hang_up, failing(502), failing(429)])
-async def test_another_decode_gets_what_prefill_has_handed_over(failure: Answer) -> None:
+@pytest.mark.parametrize(
+    ("failure", "parts"),
+    [(failure, [picture(PNG)]) for failure in (hang_up, failing(502), failing(429))]
+    # Of a text nothing can be lost.
+    + [(failure, []) for failure in (failing(500), failing(503))],
+)
+async def test_another_decode_gets_what_prefill_has_handed_over(
+    failure: Answer, parts: list[object]
+) -> None:
     async with fleet(num_d=2) as f:
-        answer_all(f.decoders, FirstFails(failure, decoded))
-        response, _ = await f.post(chat(picture(PNG)))
-        assert (response.status, response.headers["x-ecshare-path"]) == (200, FULL_PATH)
+        answer_all(f.decoders, First(failure, decoded))
+        response, _ = await f.post(chat(*parts))
+        path = FULL_PATH if parts else "prefill,decode"
+        assert (response.status, response.headers["x-ecshare-path"]) == (200, path)
         one, two = (engine.bodies for engine in f.decoders)
         assert one == two
         assert "kv_transfer_params" in one[0]
@@ -139,22 +117,11 @@ async def test_another_decode_gets_what_prefill_has_handed_over(failure: Answer)
 @pytest.mark.parametrize("failure", [failing(500), failing(503)])
 async def test_what_may_be_lost_is_asked_of_no_other_decode(failure: Answer) -> None:
     async with fleet(num_d=2) as f:
-        answer_all(f.decoders, FirstFails(failure, decoded))
+        answer_all(f.decoders, First(failure, decoded))
         response, _ = await f.post(chat(picture(PNG)))
         assert (response.status, response.headers["x-ecshare-path"]) == (200, "decode")
         sent = [body for engine in f.decoders for body in engine.bodies]
         assert sorted("image_url" in json.dumps(body) for body in sent) == [False, True]
-
-
-@pytest.mark.parametrize("failure", [failing(500), failing(503)])
-async def test_of_a_text_nothing_can_be_lost(failure: Answer) -> None:
-    async with fleet(num_d=2) as f:
-        answer_all(f.decoders, FirstFails(failure, decoded))
-        response, _ = await f.post(chat())
-        assert (response.status, response.headers["x-ecshare-path"]) == (200, "prefill,decode")
-        one, two = (engine.bodies for engine in f.decoders)
-        assert one == two
-        assert await fallbacks(f) == 0
 
 
 async def test_decode_alone_comes_after_three() -> None:
@@ -241,13 +208,13 @@ def test_a_budget_for_what_requests_may_cause_is_apart() -> None:
     assert not budget.after(500).spend()
 
 
+async def by_content(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    return await (failing(500) if "poison" in json.dumps(body) else decoded)(http, body)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_requests_that_fail_everywhere_use_up_no_retries_of_others(stream: bool) -> None:
     """Otherwise clients would notice that an engine is gone."""
-
-    async def by_content(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        return await (failing(500) if "poison" in json.dumps(body) else decoded)(http, body)
-
     async with fleet(0, 0, num_d=3) as f:
         answer_all(f.decoders, by_content)
         for _ in range(130):
@@ -279,9 +246,6 @@ async def test_an_engine_that_fails_quickly_does_not_attract_requests() -> None:
 
 
 async def test_requests_that_fail_everywhere_take_no_engine_away() -> None:
-    async def by_content(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        return await (failing(500) if "poison" in json.dumps(body) else decoded)(http, body)
-
     async with fleet(0, 0, num_d=2) as f:
         answer_all(f.decoders, by_content)
         for _ in range(3):
@@ -294,15 +258,19 @@ async def test_requests_that_fail_everywhere_take_no_engine_away() -> None:
         assert min(asked(f.decoders)) >= 3 + 2
 
 
+@pytest.mark.parametrize(("option", "status"), [("refuse", 429), ("decode", 200)])
 @pytest.mark.parametrize("stage", ["e", "p"])
-async def test_the_work_of_an_overloaded_stage_is_not_put_on_decode(stage: str) -> None:
-    async with fleet() as f:
+async def test_the_work_of_an_overloaded_stage_is_put_on_decode_only_if_an_option_says_so(
+    stage: str, option: str, status: int
+) -> None:
+    async with fleet(when_overloaded=option) as f:
         getattr(f, stage).answer = overloaded
         response, body = await f.post(chat(picture(PNG)))
-        assert (response.status, response.headers["Retry-After"]) == (429, "17")
-        error = json.loads(body)["error"]
-        assert (error["type"], error["code"]) == ("rate_limit_error", "overloaded")
-        assert f.d.bodies == []
+        assert (response.status, len(f.d.bodies)) == (status, int(option == "decode"))
+        if option == "refuse":
+            assert response.headers["Retry-After"] == "17"
+            error = json.loads(body)["error"]
+            assert (error["type"], error["code"]) == ("rate_limit_error", "overloaded")
 
 
 @pytest.mark.parametrize("value", ["soon", "-5", "1e3", "99999999", "\u00b2", ""])
@@ -316,14 +284,6 @@ async def test_what_is_no_number_of_seconds_is_not_passed_on(value: str) -> None
         assert (response.status, response.headers["Retry-After"]) == (429, "2")
 
 
-@pytest.mark.parametrize("stage", ["e", "p"])
-async def test_an_option_puts_the_work_on_decode(stage: str) -> None:
-    async with fleet(when_overloaded="decode") as f:
-        getattr(f, stage).answer = overloaded
-        response, _ = await f.post(chat(picture(PNG)))
-        assert (response.status, response.headers["x-ecshare-path"]) == (200, "decode")
-
-
 @pytest.mark.parametrize("option", ["refuse", "decode"])
 async def test_a_decode_that_is_full_is_not_asked_for_more(option: str) -> None:
     async with fleet(when_overloaded=option) as f:
@@ -331,6 +291,24 @@ async def test_a_decode_that_is_full_is_not_asked_for_more(option: str) -> None:
         response, _ = await f.post(chat(picture(PNG)))
         assert (response.status, response.headers["Retry-After"]) == (429, "17")
         assert len(f.d.bodies) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_kept_connection_that_ends_says_nothing_of_the_engine(stream: bool) -> None:
+    """The request is sent once more, to the same engine."""
+    async with fleet(prefill="always", hand_over="after", retry_share=0.0) as f:
+        for number in range(4):
+            response, body = await f.post(chat(picture(PNG + bytes([number])), stream=stream))
+            assert body == (b"".join(EVENTS) if stream else b'{"choices":  []}')
+            assert response.headers["x-ecshare-path"] == FULL_PATH
+            for engine in (f.e, f.p, f.d):
+                engine.keeps_connections = True
+                engine.resets_reused = number > 0
+        for engine in (f.e, f.p, f.d):
+            assert (engine.num_resets > 0, len(engine.bodies)) == (True, 4)
+        assert {each.state for pool in f.router.pools.values() for each in pool} == {"up"}
+        _, health = await f.health()
+        assert (health["fallbacks"], health["retries"]) == (0, {"made": 0, "refused": 0})
 
 
 @dataclass
@@ -376,9 +354,9 @@ async def _stream_of_an_error(http: web.Request, body: dict[str, Any]) -> web.St
         (failing(503), "down"),
         (failing(504), "down"),
         (hang_up, "down"),
-        (failing(500), "doubtful"),
-        (failing(429), "doubtful"),
-        (_stream_of_an_error, "doubtful"),
+        (failing(500), "failing"),
+        (failing(429), "failing"),
+        (_stream_of_an_error, "failing"),
         (failing(400), "up"),
         (decoded, "up"),
     ],
@@ -387,7 +365,7 @@ async def test_an_answer_tells_how_the_engine_is(answer: Answer, state: str) -> 
     async with fleet(0, 0, 1) as f:
         pool = f.router.pools[Stage.DECODE]
         (engine,) = pool
-        pool.mark_doubtful(engine)
+        engine.health.note_failure()
         f.d.answer = answer
         await f.post(chat(stream=True))
-        assert pool.state(engine) == state
+        assert engine.state == state

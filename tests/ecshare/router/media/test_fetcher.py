@@ -420,7 +420,7 @@ async def test_a_proxy_gets_names_only_if_the_operator_says_so(
 async def test_engines_are_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     async with proxied(monkeypatch) as (f, forward):
         assert (await f.post(chat()))[0].status == 200
-        assert await f.router.client.is_healthy(next(iter(f.router.pools[Stage.DECODE])))
+        assert await f.router.client.is_healthy(next(iter(f.router.pools[Stage.DECODE])), 2.0)
         assert not forward.asked
 
 

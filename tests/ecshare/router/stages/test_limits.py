@@ -172,13 +172,13 @@ def test_the_limit_follows_the_engines_that_are_up() -> None:
             return places(limits, stack)
 
     assert number_of_places() == 4
-    pool.mark_failed(a)
+    a.health.note_lost_connection()
     assert number_of_places() == 2
-    pool.mark_failed(b)
+    b.health.note_lost_connection()
     assert number_of_places() == 2, "with none up the stage fails by itself"
     clock.now_s = 5.0
     assert number_of_places() == 4
-    pool.mark_hung(a)
+    a.health.note_poll(is_healthy=False, silent_s=1.0)
     assert number_of_places() == 2
     assert limits.used(Stage.ENCODE) == 0
 
@@ -199,7 +199,7 @@ def models_of_two() -> tuple[EnginePool, StageLimits]:
     """Engines `a` and `b` that serve a model each, and `both`."""
     pool = EnginePool(Stage.DECODE, ["a", "b"], 5.0, Clock())
     for engine in pool:
-        pool.set_listed(engine, {engine.url: None, "both": None})
+        pool.set_cards(engine, {engine.url: {}, "both": {}})
     return pool, StageLimits({Stage.ENCODE: pool}, {Stage.ENCODE: 2})
 
 
