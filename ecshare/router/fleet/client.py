@@ -63,7 +63,8 @@ class Call:
         health, limit_s = self.engine.health, self._limits.first_byte_s
         if limit_s is not None:
             clock_s, abort = asyncio.get_running_loop().time, self._exchange.abort
-            self._wait = health.begin_wait(limit_s, clock_s, self._is_last_resort, abort)
+            self._wait = Wait(limit_s, clock_s, self._is_last_resort, abort)
+            health.begin_wait(self._wait)
             if not health.is_watched:
                 self._client.watch.start(self.engine)
         try:

@@ -41,14 +41,14 @@ class TimeLimits:
 class Wait:
     """A request that waits for its first byte."""
 
-    clock_s: Callable[[], float]
-    began_s: float
     limit_s: float
-    num_signs_before: int
+    clock_s: Callable[[], float]
     is_last_resort: Callable[[], bool]
     """Whether no other engine could answer."""
     give_up: Callable[[TimeoutError], None]
     """Ends the request with this error."""
+    began_s: float = 0.0
+    num_signs_before: int = 0
 
     @property
     def is_late(self) -> bool:
@@ -131,17 +131,10 @@ class Health:
         if not self._num_hangs:
             self.down_until_s = 0.0
 
-    def begin_wait(
-        self,
-        limit_s: float,
-        clock_s: Callable[[], float],
-        is_last_resort: Callable[[], bool],
-        give_up: Callable[[TimeoutError], None],
-    ) -> Wait:
-        """Return the wait of a request for its first byte. It ends with one of the following."""
-        wait = Wait(clock_s, clock_s(), limit_s, self.num_signs, is_last_resort, give_up)
+    def begin_wait(self, wait: Wait) -> None:
+        """Note that a request has been sent. Its wait ends with one of the following."""
+        wait.began_s, wait.num_signs_before = wait.clock_s(), self.num_signs
         self.waits.add(wait)
-        return wait
 
     def note_begin(self, wait: Wait | None, *, serves: bool) -> None:
         """Note the first byte of an answer, which `serves` the request or is an error."""

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from weakref import WeakKeyDictionary
 
 from ecshare.router.fleet.engines import Engine, EnginePool
+from ecshare.router.fleet.health import Health
 from ecshare.router.fleet.tasks import end_all
 from ecshare.router.types import Stage
 
@@ -57,9 +58,7 @@ class HealthWatch:
                     is_healthy = await self._is_healthy(engine, _POLL_LIMIT_S)
                     if health.num_signs == num_signs:
                         health.note_poll(is_healthy=is_healthy, silent_s=self._every_s)
-                for wait in list(health.waits):
-                    if (health.is_hung or wait.is_late) and not wait.is_last_resort():
-                        wait.give_up(TimeoutError("does not begin to answer"))
+                _end_late_waits(health)  # apart: this frame must not keep a request
         finally:
             health.is_watched = False
 
@@ -94,6 +93,12 @@ class HealthWatch:
     async def close(self) -> None:
         """Stop."""
         await end_all([*self._watching, *(poll for _, poll in self._reports.values())])
+
+
+def _end_late_waits(health: Health) -> None:
+    for wait in list(health.waits):
+        if (health.is_hung or wait.is_late) and not wait.is_last_resort():
+            wait.give_up(TimeoutError("does not begin to answer"))
 
 
 def _needs_watching(engine: Engine) -> bool:

@@ -148,7 +148,7 @@ async def test_conversations_return_to_their_engines() -> None:
     for balance in ("affinity", "load"):
         async with fleet(0, 2, 2, prefill="always", balance=balance) as f:
             for number in range(1, 6):
-                for conversation in range(7):
+                for conversation in range(21):
                     said = turns(conversation, number)
                     assert (await f.post({"model": "m", "messages": said}))[0].status == 200
             for engines in (f.prefillers, f.decoders):

@@ -131,7 +131,9 @@ def test_the_rest_of_one_that_hangs_doubles_has_an_end_and_no_answer_shortens_it
 
 
 def waiting(engine: Engine, clock: Clock, limit_s: float = 10.0) -> Wait:
-    return engine.health.begin_wait(limit_s, clock, lambda: False, lambda error: None)
+    wait = Wait(limit_s, clock, lambda: False, lambda error: None)
+    engine.health.begin_wait(wait)
+    return wait
 
 
 def test_patience_lasts_as_long_as_the_shortest_limit_and_begins_anew_with_each_sign_of_life(
