@@ -9,12 +9,9 @@ from dataclasses import dataclass, field
 import msgspec
 from aiohttp import web
 
-from ecshare.router.api.client_request import ClientRequest, Request, too_deep
-from ecshare.router.api.client_view import PrefillUsage
-from ecshare.router.api.dialects import Dialect
-from ecshare.router.api.errors import OVERLOADED_STATUSES, EngineError, RefusalError
-from ecshare.router.api.turns import Turn
-from ecshare.router.api.usage import AnswerTail
+from ecshare.router.api.answer import AnswerTail, PrefillUsage
+from ecshare.router.api.client_request import ClientRequest, Request, Turn, too_deep
+from ecshare.router.api.errors import OVERLOADED_STATUSES, Dialect, EngineError, RefusalError
 from ecshare.router.http.blobs import Blobs, Payload
 from ecshare.router.http.memory import Reservation
 from ecshare.router.types import Stage, Work

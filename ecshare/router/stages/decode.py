@@ -7,11 +7,9 @@ from collections import Counter
 
 from aiohttp import web
 
+from ecshare.router.api.answer import AnswerTail, ClientView, read_opening
 from ecshare.router.api.client_request import Request
-from ecshare.router.api.client_view import ClientView
 from ecshare.router.api.errors import EngineError
-from ecshare.router.api.stream_opening import read_opening
-from ecshare.router.api.usage import AnswerTail
 from ecshare.router.fleet.client import Call, EngineClient, lacks_model
 from ecshare.router.fleet.health import TimeLimits
 from ecshare.router.fleet.retries import Attempt, Retries

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from ecshare.router.api.client_request import Request
-from ecshare.router.api.turns import Turn
+from ecshare.router.api.client_request import Request, Turn
 from ecshare.router.bounded_cache import BoundedCache
 from ecshare.router.stages import plan
 
