@@ -7,7 +7,7 @@ count takes the place of D's, and no transfer params are shown. All else is pass
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -168,6 +168,9 @@ _MARKS = (b"transfer_params", b"cached_tokens", b"cache_read_input_tokens")
 """A line without these is shown as it is, unread."""
 _MAX_LINE_BYTES = 16 * 1024 * 1024
 """Of a line that is not whole. The rest of a longer one is shown as it is."""
+_KEPT_CHUNKS = 4
+_MAX_END_BYTES = 64 * 1024
+"""Where in a stream its usage is."""
 _WRAPPERS = ("response", "message")
 """The fields of events in which the Responses and the Messages API have the answer."""
 _RESTATED = {*_WRAPPERS, *TRANSFER_FIELDS, "usage"}
@@ -192,18 +195,37 @@ class PrefillUsage:
 class ClientView:
     """Shows one client one answer, whole or as a stream. Belongs to the event loop's thread."""
 
-    def __init__(self, dialect: Dialect, prefill: PrefillUsage) -> None:
+    def __init__(
+        self, dialect: Dialect = Dialect.OPENAI, prefill: PrefillUsage | None = None
+    ) -> None:
         """`prefill` may change while the answer streams: P may answer after D has begun."""
         self._drops_params = dialect is Dialect.ANTHROPIC  # others say null where there are none
-        self._prefill = prefill
+        self._prefill = prefill or PrefillUsage()
         self._held = bytearray()
+        self._is_stream = True
+        self._last: deque[bytes | bytearray] = deque(maxlen=_KEPT_CHUNKS)
+        self.num_bytes = 0
+        """The size of what D has answered so far."""
 
     def whole(self, body: bytes | bytearray) -> bytes | bytearray:
         """Return what is shown of a JSON answer."""
+        self._is_stream, self.num_bytes = False, len(body)
+        self._last.append(body)
         return self._restated(body) if _is_marked(body) else body
+
+    def usage(self) -> Request:
+        """Return the `usage` and the `kv_transfer_params` that D told last, if it told any."""
+        if not self._is_stream:
+            return _told_usage(self._last[-1])
+        for line in reversed(b"".join(self._last)[-_MAX_END_BYTES:].splitlines()):
+            if b"usage" in line and (told := _told_usage(line.removeprefix(_DATA))):
+                return told
+        return {}
 
     def chunk(self, chunk: bytes) -> bytes:
         """Return what is shown next of a stream: lines that are whole. Keeps the rest."""
+        self.num_bytes += len(chunk)
+        self._last.append(chunk)
         if self._held or not chunk.endswith(_LINE_ENDS):
             chunk = self._whole_lines(chunk)
         return self._lines(chunk) if _is_marked(chunk) else chunk
@@ -283,36 +305,6 @@ def _before_request(usage: dict[str, Any], of_prefill: Mapping[str, Any]) -> dic
             restated.pop(name, None)
         restated |= told or {_APART[0]: total}
     return restated
-
-
-# --- its usage ---
-
-_KEPT_CHUNKS = 4
-_MAX_END_BYTES = 64 * 1024
-
-
-@dataclass
-class AnswerTail:
-    """The size of an answer that was passed on, and the last of it. Empty: none was."""
-
-    num_bytes: int = 0
-    is_stream: bool = False
-    _last: deque[bytes | bytearray] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
-
-    def add(self, chunk: bytes | bytearray) -> None:
-        """Note the next chunk."""
-        self.num_bytes += len(chunk)
-        self._last.append(chunk)
-
-    def usage(self) -> Request:
-        """Return the `usage` and the `kv_transfer_params` in it, as far as there are any."""
-        if not self.is_stream:
-            return _told_usage(self._last[-1]) if self._last else {}
-        lines = b"".join(self._last)[-_MAX_END_BYTES:].splitlines()
-        told = (
-            _told_usage(line.removeprefix(_DATA)) for line in reversed(lines) if b"usage" in line
-        )
-        return next(filter(None, told), {})
 
 
 class _Usage(Struct):

@@ -20,6 +20,7 @@ from ecshare.router.api.client_request import (
 
 CHAT = "/v1/chat/completions"
 
+_ALL_MEDIA_FIELDS = frozenset(MEDIA_FIELDS)
 _AUDIO_FORMAT = re.compile(r"[A-Za-z0-9.+-]{1,32}")
 
 
@@ -75,6 +76,8 @@ def item_of_part(part: Request, path: FieldPath) -> MediaItem | None:
     Raises:
         ApiError: the part is malformed or must not come from a client; names it.
     """
+    if part.get("type") == "text" and _ALL_MEDIA_FIELDS.isdisjoint(part):
+        return None  # as most parts
     kind = _kind(part, path)
     return None if kind is None else MediaItem(path, kind, _source(kind, part.get(kind), path))
 

@@ -31,7 +31,7 @@ _ENGINES = ("encoder", "prefiller", "decoder")
 """The names of the options for engines, in the order of the stages."""
 _SWITCHED = {"true": True, "1": True, "false": False, "0": False}
 
-Given = tuple[str, str, Sequence[str]]
+OptionTexts = tuple[str, str, Sequence[str]]
 """How error messages name an option, its name, and its values as text."""
 
 
@@ -156,7 +156,7 @@ def parse_arguments(
         parser.error(str(exc))
 
 
-def _in_file(path: Path) -> Iterator[Given]:
+def _in_file(path: Path) -> Iterator[OptionTexts]:
     """Yield what the file gives.
 
     Raises:
@@ -179,7 +179,7 @@ def _in_file(path: Path) -> Iterator[Given]:
         yield where, name, texts
 
 
-def _in_environment(environment: Mapping[str, str]) -> Iterator[Given]:
+def _in_environment(environment: Mapping[str, str]) -> Iterator[OptionTexts]:
     for variable, text in environment.items():
         if variable.startswith(VARIABLES):
             name = variable.removeprefix(VARIABLES).lower().replace("_", "-")
@@ -187,7 +187,7 @@ def _in_environment(environment: Mapping[str, str]) -> Iterator[Given]:
             yield variable, name, text.split() if several else [text]
 
 
-def _value(given: Given) -> tuple[str, Any]:
+def _value(given: OptionTexts) -> tuple[str, Any]:
     """Return a field and its value.
 
     Raises:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from ecshare.router.api.chat import CHAT
 from tests.ecshare.router.fake_engine import (
     EVENTS,
     LOOPBACK,
@@ -143,8 +142,8 @@ async def test_bad_downloads_name_the_item(path: str, status: int) -> None:
         assert (response.status, error["param"]) == (status, "messages[0].content[1]")
         assert error["code"] == CODES[status]
         assert response.headers.get("Retry-After") == ("2" if status == 502 else None)
-        is_final = status == 422 and path[1:].isdigit()
-        assert (path[1:] in error["message"]) is is_final, "only what does not pass is named"
+        if path[1:].isdigit():
+            assert (path[1:] in error["message"]) is (status == 422), "what may pass is not named"
         assert url not in error["message"]
 
 
@@ -353,24 +352,6 @@ async def test_decode_that_hangs_up_is_502_with_retry_after() -> None:
         assert json.loads(body)["error"]["code"] == "engine_failed"
 
 
-async def test_a_stream_that_breaks_off_ends_with_an_error_event() -> None:
-    async def break_off(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(http)
-        await response.write(EVENTS[0] + EVENTS[1])
-        assert http.transport is not None
-        http.transport.close()
-        return response
-
-    async with fleet(0, 0) as f:
-        f.d.answer = break_off
-        response, body = await f.post(chat(stream=True))
-        assert response.status == 200
-        start, _, end = body.rpartition(b"\n\ndata: ")
-        assert start == EVENTS[0], "the half of an event is not shown"
-        assert json.loads(end)["error"]["code"] == "engine_failed"
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_deadline_is_504(stream: bool) -> None:
     async with fleet(timeout_s=1.0) as f:  # D must have been asked by then
@@ -384,23 +365,6 @@ async def test_the_deadline_is_504(stream: bool) -> None:
         assert json.loads(body)["error"]["code"] == "timeout"
         async with asyncio.timeout(10):
             await hanging.left.wait()
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "status", "code"),
-    [
-        ("GET", "/nothing", 404, "unknown_url"),
-        ("POST", "/v1/moderations", 404, "unknown_url"),
-        ("GET", CHAT, 405, "wrong_method"),
-        ("POST", "/v1/models", 405, "wrong_method"),
-    ],
-)
-async def test_other_paths_and_methods(method: str, path: str, status: int, code: str) -> None:
-    async with fleet() as f, f.client.request(method, f.url + path) as response:
-        assert response.status == status
-        assert (await response.json())["error"]["code"] == code
-        assert "x-request-id" in response.headers
-        assert response.headers["Server"] == "ecshare"
 
 
 async def test_no_models_are_listed_while_no_decode_can_be_reached() -> None:

@@ -202,6 +202,10 @@ async def test_a_picture_in_a_tools_answer_is_one_too() -> None:
         result = {"type": "tool_result", "tool_use_id": "t", "content": [block()]}
         await served(f, MESSAGES, message(result), "encode,prefill,decode")
         assert f.p.bodies[1]["messages"] == message(result)["messages"]
+        # vLLM looks no deeper.
+        deeper = result | {"content": [block("AAAA")]}
+        nested = result | {"content": [deeper]}
+        await served(f, MESSAGES, message(nested), "prefill,decode")
 
 
 async def test_a_picture_of_a_message_keeps_vllms_own_name() -> None:
@@ -386,6 +390,14 @@ async def test_a_refusal_of_encode_is_restated_for_anthropics_clients() -> None:
         assert "engine says no" in content.decode()
         answer, content = await f.post(response(input_image()), path=RESPONSES)
         assert json.loads(content) == {"error": {"message": "engine says no"}}
+        own = {"type": "error", "error": {"type": "engines_own", "message": "no"}}
+
+        async def refusing(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            return web.json_response(own, status=400)
+
+        f.p.answer = refusing
+        answer, content = await f.post(message(), path=MESSAGES)
+        assert json.loads(content) == own
 
 
 async def test_a_stream_that_begins_with_an_error_is_begun_elsewhere() -> None:

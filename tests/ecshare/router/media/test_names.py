@@ -122,6 +122,7 @@ async def test_a_channel_that_is_replaced_still_answers(monkeypatch: pytest.Monk
         (asked,) = await silent(names, server, 1)
         for _ in range(3):
             assert await names.resolve("a.example")
+        assert server.asked.count("a.example") == 3, "no channel has an answer of another"
         with pytest.raises(OSError, match="Timeout"):
             await asked
         await until(lambda: places.num_used == 0)
