@@ -104,7 +104,13 @@ class _FirstEvents:
         lines = (self._line + chunk).splitlines(keepends=True)
         # A CR at the end may be the first half of a CRLF.
         self._line = b"" if not lines or lines[-1].endswith(b"\n") else lines.pop()
-        return b"".join([self._take(line) for line in lines])
+        idle = []
+        for at, line in enumerate(lines):
+            if self.telling is not None:
+                self._held += b"".join(lines[at:])
+                break
+            idle.append(self._take(line))
+        return b"".join(idle)
 
     def end(self) -> bytes:
         """Take the end of the stream for that of a line that ends with CR."""
@@ -117,9 +123,7 @@ class _FirstEvents:
     def _take(self, line: bytes) -> bytes:
         """Take a whole line. Returns what turns out to belong to no event."""
         text = line.rstrip(b"\r\n")
-        if self.telling is not None:
-            self._held += line
-        elif text and (self._event or not text.startswith(b":")):
+        if text and (self._event or not text.startswith(b":")):
             self._event += line
             if text.startswith(_DATA):
                 self._data.append(text[len(_DATA) :])

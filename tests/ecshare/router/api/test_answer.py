@@ -290,6 +290,16 @@ def test_a_line_without_end_is_not_kept() -> None:
     assert sum(told) == 20 * len(piece)
 
 
+def test_usage_is_what_the_last_of_an_answer_tells() -> None:
+    told = {"usage": {"prompt_tokens": 1}}
+    whole, stream = ClientView(), ClientView()
+    whole.whole(compact({"text": "x" * 100_000, **told}))
+    for event in ({"usage": {}}, {"response": told}, {"text": "usage"}):
+        stream.chunk(b"data: " + compact(event) + b"\n\n")
+    assert whole.usage() == stream.usage() == told
+    assert ClientView().usage() == {}
+
+
 def answering(usage: Any, **fields: Any) -> Answer:
     async def answer(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         content = {"choices": [], "usage": usage, **fields}

@@ -306,15 +306,6 @@ async def test_if_encode_fails_decode_does_it_all(path: str, body: dict[str, Any
         assert not any(name.endswith("transfer_params") for name in f.d.bodies[0])
 
 
-@every_endpoint
-async def test_a_stream_is_passed_on_byte_by_byte(path: str) -> None:
-    async with fleet() as f:
-        answer, content = await f.post(BODIES[path](stream=True), path=path)
-        assert answer.headers["Content-Type"].startswith("text/event-stream")
-        assert content == b"".join(EVENTS)
-        assert f.p.bodies[0]["stream"] is False
-
-
 def openai_error(content: bytes) -> str:
     error = json.loads(content)["error"]
     assert set(error) == {"message", "type", "param", "code"}
