@@ -292,10 +292,11 @@ def test_a_line_without_end_is_not_kept() -> None:
 
 def test_usage_is_what_the_last_of_an_answer_tells() -> None:
     told = {"usage": {"prompt_tokens": 1}}
+    events: list[Any] = [{"usage": {}}, {"response": told}, {"text": "usage"}]
     whole, stream = ClientView(), ClientView()
     whole.whole(compact({"text": "x" * 100_000, **told}))
-    for event in ({"usage": {}}, {"response": told}, {"text": "usage"}):
-        stream.chunk(b"data: " + compact(event) + b"\n\n")
+    for each in events:
+        stream.chunk(event(each))
     assert whole.usage() == stream.usage() == told
     assert ClientView().usage() == {}
 
