@@ -4,7 +4,7 @@
 Start it with `python -m ecshare.router`. Its rooms, the lower ones first:
 
     options    what the operator sets
-    api        what clients send and are sent: endpoints, dialects, errors
+    api        what clients send and are sent: endpoints, requests, answers, errors
     http       the side of the clients: connections, bodies, limits, what every answer has
     media      the bytes of media and their identity
     fleet      the engines: calls, health, models, retries

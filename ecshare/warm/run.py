@@ -229,7 +229,7 @@ def _request_of(sample: Medium | Url | Line, model: str) -> ClientRequest:
     part = {"type": sample.kind, sample.kind: {"url": url}}
     request = {"model": model, "messages": [{"role": "user", "content": [part]}]}
     item = MediaItem(("messages", 0, "content", 0), sample.kind, url)
-    return ClientRequest(request, (item,), CHAT_ENDPOINT)
+    return ClientRequest(request, (item,), CHAT_ENDPOINT, model)
 
 
 def _body(request: ServerRequest, blobs: Blobs) -> bytes:

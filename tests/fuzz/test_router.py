@@ -16,8 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from ecshare.router.api.chat import CHAT_ENDPOINT, MEDIA_FIELDS, read_chat
-from ecshare.router.api.client_request import SAVE_OPTIONS, TRANSFER_FIELDS, ClientRequest, Media
+from ecshare.router.api.chat import CHAT_ENDPOINT, read_chat
+from ecshare.router.api.client_request import (
+    MEDIA_FIELDS,
+    SAVE_OPTIONS,
+    TRANSFER_FIELDS,
+    ClientRequest,
+    Media,
+)
 from ecshare.router.api.errors import ApiError
 from ecshare.router.http.headers import request_id
 from ecshare.router.media.identity import identity, inline_url, is_inline

@@ -12,12 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from ecshare.router.api.chat import CHAT, MEDIA_FIELDS
-from ecshare.router.api.client_request import TRANSFER_FIELDS
-from ecshare.router.api.dialects import dialect_of, error_body, restated
+from ecshare.router.api.chat import CHAT
+from ecshare.router.api.client_request import MEDIA_FIELDS, TRANSFER_FIELDS, turns_of
 from ecshare.router.api.endpoints import PASSED_ON, SPLIT
-from ecshare.router.api.errors import ApiError
-from ecshare.router.api.turns import turns_of
+from ecshare.router.api.errors import ApiError, dialect_of, error_body, restated
 from ecshare.router.stages import plan
 from ecshare.router.stages.work import prompt_work
 from tests.fuzz.running import fuzzed

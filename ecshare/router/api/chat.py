@@ -2,29 +2,25 @@
 """Chat completions: parsed, checked, and their media items found. Pure."""
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from ecshare.router.api.client_request import (
-    MODALITIES,
+    MEDIA_FIELDS,
+    NOT_FOR_CLIENTS,
     ClientRequest,
     Endpoint,
     FieldPath,
     Media,
     MediaItem,
     Request,
-    check_number,
+    client_request,
     parse_request,
     refusal,
 )
 
 CHAT = "/v1/chat/completions"
 
-# Only our own encoders may send tensors and processor metadata. An engine that accepts metadata
-# also loads a client's tensor, and caches it for everybody under the uuid that the client chose.
-_REFUSED = ("image_embeds", "video_embeds", "audio_embeds", "image_pil")
-MEDIA_FIELDS = (*MODALITIES, *_REFUSED)
-
+_ALL_MEDIA_FIELDS = frozenset(MEDIA_FIELDS)
 _AUDIO_FORMAT = re.compile(r"[A-Za-z0-9.+-]{1,32}")
 
 
@@ -35,39 +31,43 @@ def read_chat(body: bytes | bytearray, max_items: int) -> ClientRequest:
         ApiError: the body is malformed; names the field at fault.
     """
     request = parse_request(body)
-    items = tuple(_items_of_messages(request.get("messages")))
-    check_number(items, max_items, "messages")
-    return ClientRequest(request, items, CHAT_ENDPOINT)
+    items: list[MediaItem] = []
+    for at, message in enumerate(messages_of(request)):
+        content = message.get("content")
+        path: FieldPath = ("messages", at, "content")
+        if isinstance(content, list):
+            items += _items_of_parts(content, path)
+        elif not isinstance(content, str | None):
+            raise refusal("`content` must be a string or an array.", path)
+    return client_request(request, items, CHAT_ENDPOINT, max_items)
 
 
-def _items_of_messages(messages: Any) -> Iterator[MediaItem]:
+def messages_of(request: Request) -> list[Request]:
+    """Return the messages of a conversation, which are objects with a role.
+
+    Raises:
+        ApiError: they are not; names the field at fault.
+    """
+    messages = request.get("messages")
     if not isinstance(messages, list) or not messages:
         raise refusal("`messages` must be a non-empty array.", ("messages",))
     for at, message in enumerate(messages):
-        yield from _items_of_message(message, ("messages", at))
+        if not isinstance(message, dict):
+            raise refusal("A message must be an object.", ("messages", at))
+        if not isinstance(message.get("role"), str):
+            raise refusal("`role` must be a string.", ("messages", at, "role"))
+    return messages
 
 
-def _items_of_message(message: Any, path: FieldPath) -> Iterator[MediaItem]:
-    if not isinstance(message, dict):
-        raise refusal("A message must be an object.", path)
-    if not isinstance(message.get("role"), str):
-        raise refusal("`role` must be a string.", (*path, "role"))
-    content = message.get("content")
-    if not isinstance(content, str | list | None):
-        raise refusal("`content` must be a string or an array.", (*path, "content"))
-    if isinstance(content, list):
-        yield from _items_of_parts(content, (*path, "content"))
-
-
-def _items_of_parts(parts: list[Any], path: FieldPath) -> Iterator[MediaItem]:
+def _items_of_parts(parts: list[Any], path: FieldPath) -> list[MediaItem]:
+    items = []
     for at, part in enumerate(parts):
-        here = (*path, at)
-        if isinstance(part, str):
-            continue
-        if not isinstance(part, dict):
-            raise refusal("A content part must be an object or a string.", here)
-        if item := item_of_part(part, here):
-            yield item
+        if isinstance(part, dict):
+            if item := item_of_part(part, (*path, at)):
+                items.append(item)
+        elif not isinstance(part, str):
+            raise refusal("A content part must be an object or a string.", (*path, at))
+    return items
 
 
 def item_of_part(part: Request, path: FieldPath) -> MediaItem | None:
@@ -76,10 +76,10 @@ def item_of_part(part: Request, path: FieldPath) -> MediaItem | None:
     Raises:
         ApiError: the part is malformed or must not come from a client; names it.
     """
+    if part.get("type") == "text" and _ALL_MEDIA_FIELDS.isdisjoint(part):
+        return None  # as most parts
     kind = _kind(part, path)
-    if kind is None:
-        return None
-    return MediaItem(path, kind, _source(kind, part.get(kind), path))
+    return None if kind is None else MediaItem(path, kind, _source(kind, part.get(kind), path))
 
 
 def _kind(part: Request, path: FieldPath) -> str | None:
@@ -90,19 +90,18 @@ def _kind(part: Request, path: FieldPath) -> str | None:
     another one's uuid.
     """
     named = part.get("type")
-    null = [key for key in MEDIA_FIELDS if key in part and part[key] is None]
+    fields = [key for key in MEDIA_FIELDS if key in part]
+    null = [key for key in fields if part[key] is None]
     if named is None and null:  # vLLM would take it for an item without data
         raise refusal(f"`{null[0]}` is null; send the media, or leave the field out.", path)
     if named == "input_image":  # the Responses API's name
         named = "image_url"
-    has_uuid = part.get("uuid") is not None
-    held = [key for key in MEDIA_FIELDS if key in part and (has_uuid or part[key] is not None)]
-    kinds = set(held)
-    if isinstance(named, str) and (named in MEDIA_FIELDS or held):
+    kinds = {key for key in fields if part.get("uuid") is not None or part[key] is not None}
+    if isinstance(named, str) and (named in MEDIA_FIELDS or kinds):
         kinds.add(named)
     if not kinds:
         return None
-    if refused := kinds.intersection(_REFUSED):
+    if refused := kinds.intersection(NOT_FOR_CLIENTS):
         raise refusal(f"`{min(refused)}` is not accepted from clients; send the media.", path)
     if len(kinds) > 1:
         raise refusal(f"A content part is one of {', '.join(sorted(kinds))}, not all.", path)

@@ -2,8 +2,9 @@
 """A client's request as far as the router reads it, whatever the shape of its JSON. Pure."""
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -26,6 +27,20 @@ MODALITIES = {
     "audio_url": "audio",
     "input_audio": "audio",
 }
+# Only our own encoders may send tensors and processor metadata. An engine that accepts metadata
+# also loads a client's tensor, and caches it for everybody under the uuid that the client chose.
+NOT_FOR_CLIENTS = ("image_embeds", "video_embeds", "audio_embeds", "image_pil")
+MEDIA_FIELDS = (*MODALITIES, *NOT_FOR_CLIENTS)
+
+# All other fields may decide tokens.
+_FOR_SAMPLING = frozenset((
+    "temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "stop_token_ids", "ignore_eos",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty", "logit_bias",
+    "max_tokens", "max_completion_tokens", "min_tokens", "logprobs", "top_logprobs", "stream",
+    "stream_options", "user", "priority", "request_id", "kv_transfer_params", "max_output_tokens",
+    "ec_transfer_params", "stop_sequences", "metadata", "store", "include", "echo",
+    "return_token_ids",
+))  # fmt: skip
 
 
 class MediaItem(Struct, frozen=True):
@@ -84,14 +99,10 @@ class ClientRequest(Struct, frozen=True):
     request: Request
     items: tuple[MediaItem, ...]
     endpoint: Endpoint
+    model: str | None
+    """The requested model, None if the engine may choose."""
     is_one_prompt: bool = True
     """Whether there is one prompt, of which P's answer can say what is stored."""
-
-    @property
-    def model(self) -> str | None:
-        """Return the requested model, None if the engine may choose."""
-        model: str | None = self.request.get("model")
-        return model or None
 
     @property
     def save_params(self) -> Request:
@@ -107,7 +118,8 @@ class ClientRequest(Struct, frozen=True):
         """Return the same request for another model; None: as it is."""
         if model in (None, self.model):
             return self
-        return msgspec.structs.replace(self, request=self.request | {"model": model})
+        request = self.request | {"model": model}
+        return msgspec.structs.replace(self, request=request, model=model)
 
     @property
     def preamble(self) -> list[Request]:
@@ -115,23 +127,13 @@ class ClientRequest(Struct, frozen=True):
         text = self.request.get(self.endpoint.preamble)
         return [{"role": "system", "content": text}] if text else []
 
-    @property
-    def has_messages(self) -> bool:
-        """Whether the prompt is a list of messages."""
-        prompt = self.request.get(self.endpoint.prompt)
-        return (
-            isinstance(prompt, list)
-            and bool(prompt)
-            and all(isinstance(each, dict) for each in prompt)
-        )
-
     def turns_of(self, request: Request) -> list[Any]:
         """Return the messages of `request`, which is this one or differs in media only.
 
         The preamble comes first. A prompt without messages is one message of a user.
         """
         prompt = request.get(self.endpoint.prompt)
-        if isinstance(prompt, list) and self.has_messages:
+        if isinstance(prompt, list) and _are_messages(prompt):
             return [*self.preamble, *prompt]
         return [*self.preamble, {"role": "user", "content": _text(prompt)}]
 
@@ -150,8 +152,9 @@ class ClientRequest(Struct, frozen=True):
 
     def with_parts(self, parts: Mapping[MediaItem, Request]) -> Request:
         """Return the request with other content parts, and of transfer params only `*_save`."""
-        request = {name: self.request[name] for name in self.request if name not in SAVE_OPTIONS}
-        request |= self.save_params
+        request = {
+            name: value for name, value in self.request.items() if value or name not in SAVE_OPTIONS
+        }
         copied: dict[FieldPath, Any] = {(): request}
         for item, part in parts.items():
             *above, last = item.path
@@ -163,6 +166,10 @@ class ClientRequest(Struct, frozen=True):
                 inner = copied[way]
             inner[last] = part
         return request
+
+
+def _are_messages(prompt: list[Any]) -> bool:
+    return bool(prompt) and all([isinstance(each, dict) for each in prompt])
 
 
 def _text(prompt: Any) -> str:
@@ -185,20 +192,31 @@ def refusal(message: str, path: FieldPath) -> ApiError:
     return ApiError(400, message, param=param_at(path))
 
 
+def too_deep() -> ApiError:
+    """Return the error for a body that is nested too deeply to decode or encode."""
+    return ApiError(400, "The body is nested too deeply.")
+
+
 def parse_request(body: bytes | bytearray) -> Request:
     """Return the JSON object of a client, with the fields checked that all endpoints have.
 
     Raises:
         ApiError: the body is malformed; names the field at fault.
     """
+    # The garbage collector would scan the values of a large body repeatedly while they are created.
+    collects = gc.isenabled()
+    gc.disable()
     try:
-        request = _parsed(body)
+        request = msgspec.json.decode(body)
     except RecursionError as exc:
         raise too_deep() from exc
     except UnicodeDecodeError as exc:
         raise ApiError(400, f"The body is not valid UTF-8: {exc.reason}.") from exc
     except ValueError as exc:
         raise ApiError(400, f"The body is not valid JSON: {exc}") from exc
+    finally:
+        if collects:
+            gc.enable()
     if not isinstance(request, dict):
         raise ApiError(400, "The body must be a JSON object.")
     if not isinstance(request.get("model"), str | None):
@@ -207,47 +225,105 @@ def parse_request(body: bytes | bytearray) -> Request:
     return request
 
 
-def _parsed(body: bytes | bytearray) -> Any:
-    # The garbage collector would scan the values of a large body repeatedly while they are created.
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        return msgspec.json.decode(body)
-    finally:
-        if collects:
-            gc.enable()
-
-
-def too_deep() -> ApiError:
-    """Return the error for a body that is nested too deeply to decode or encode."""
-    return ApiError(400, "The body is nested too deeply.")
-
-
 def _check_transfers(request: Request) -> None:
     extra = request.get("vllm_xargs")
     for name, option in SAVE_OPTIONS.items():
+        params = request.get(name)
+        is_save_option = params is None or (
+            isinstance(params, dict) and params.keys() == {option} and type(params[option]) is bool
+        )
         # vLLM merges vllm_xargs into the dictionary that holds the transfer params.
-        if not _is_save_option(request.get(name), option) or (
-            isinstance(extra, dict) and name in extra
-        ):
+        if not is_save_option or (isinstance(extra, dict) and name in extra):
             message = (
                 f"`{name}` is set by the router. Clients may send {{`{option}`: true or false}}."
             )
             raise ApiError(400, message, param=name)
 
 
-def _is_save_option(params: Any, option: str) -> bool:
-    if params is None:
-        return True
-    return isinstance(params, dict) and params.keys() == {option} and type(params[option]) is bool
-
-
-def check_number(items: Sequence[MediaItem], max_items: int, param: str) -> None:
-    """Check that there are not too many items.
+def client_request(
+    request: Request,
+    items: Iterable[MediaItem],
+    endpoint: Endpoint,
+    max_items: int,
+    *,
+    is_one_prompt: bool = True,
+) -> ClientRequest:
+    """Return a parsed request with its media items.
 
     Raises:
-        ApiError: there are.
+        ApiError: there are too many items.
     """
-    if len(items) > max_items:
-        message = f"{len(items)} media items; at most {max_items} are taken."
-        raise ApiError(400, message, param=param)
+    found = tuple(items)
+    if len(found) > max_items:
+        message = f"{len(found)} media items; at most {max_items} are taken."
+        raise ApiError(400, message, param=endpoint.prompt)
+    model = request.get("model") or None
+    return ClientRequest(request, found, endpoint, model, is_one_prompt)
+
+
+class Turn(NamedTuple):
+    """A message of a prompt."""
+
+    digest: bytes
+    """Of this message and all that decides the tokens up to its end: all messages before it, model,
+    tools, `cache_salt` and every field that is not known to be for sampling alone."""
+    num_chars: int
+    has_media: bool
+    is_answer: bool
+    json: bytes
+    """The message itself, with names instead of its media."""
+
+
+def turns_of(client: ClientRequest, media: Sequence[Media]) -> list[Turn]:
+    """Return the messages of a request, each with the names of its media instead of them.
+
+    Empty if it has several prompts: nobody says of them what is stored.
+
+    Raises:
+        ApiError: a field is nested too deeply.
+    """
+    if not client.is_one_prompt:
+        return []
+    named = client.request
+    if client.items:
+        both = zip(client.items, media, strict=True)
+        named = client.with_parts({item: _named(client, item, held.uuid) for item, held in both})
+    fields = {name: value for name, value in named.items() if name not in _FOR_SAMPLING}
+    fields["path"] = client.endpoint.path
+    fields.pop(client.endpoint.prompt, None)
+    digest = hashlib.sha256(_json(fields)).digest()
+    with_media = set(map(client.turn_of, client.items))
+    turns = []
+    for at, message in enumerate(client.turns_of(named)):
+        json = _json(message, order=None)  # templates may show objects in the client's order
+        digest = hashlib.sha256(digest + hashlib.sha256(json).digest()).digest()
+        is_answer = message.get("role") == "assistant"
+        turns.append(Turn(digest, len(json), at in with_media, is_answer, json))
+    return turns
+
+
+def with_json_of(turns: Sequence[Turn], client: ClientRequest, request: Request) -> Request:
+    """Return `request`, in which the messages without media are JSON already: they are encoded once
+    for all engines.
+    """
+    name = client.endpoint.prompt
+    messages = request.get(name)
+    if not turns or not isinstance(messages, list) or not _are_messages(messages):
+        return request
+    both = zip(messages, turns[-len(messages) :], strict=True)
+    encoded = [message if turn.has_media else msgspec.Raw(turn.json) for message, turn in both]
+    return request | {name: encoded}
+
+
+def _json(value: Any, order: Literal["deterministic"] | None = "deterministic") -> bytes:
+    try:
+        return msgspec.json.encode(value, order=order)
+    except RecursionError as exc:
+        raise too_deep() from exc
+
+
+def _named(client: ClientRequest, item: MediaItem, uuid: str) -> Request:
+    """Return the content part of an item without its media, which `uuid` stands for."""
+    part = client.part_at(item)
+    left = {name: part[name] for name in part if name not in (*MEDIA_FIELDS, "type", "source")}
+    return left | {"uuid": uuid}

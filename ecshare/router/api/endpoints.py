@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from ecshare.router.api.chat import (
     CHAT_ENDPOINT,
     item_of_part,
+    messages_of,
     other_fields,
     part_with_bytes,
     read_chat,
@@ -25,7 +26,7 @@ from ecshare.router.api.client_request import (
     Media,
     MediaItem,
     Request,
-    check_number,
+    client_request,
     parse_request,
     refusal,
 )
@@ -52,26 +53,19 @@ def _media_anywhere(request: Request) -> Iterator[MediaItem]:
     Raises:
         ApiError: a part is malformed or must not come from a client; names it.
     """
-    left = _inside((), request)
+    left: list[tuple[FieldPath, Request | list[Any]]] = [((), request)]
     while left:
         path, value = left.pop()
-        item = item_of_part(value, path) if isinstance(value, dict) else None
+        item = item_of_part(value, path) if path and isinstance(value, dict) else None
         if item is not None:
             yield item
-        else:
-            left += _inside(path, value)
-
-
-def _inside(
-    path: FieldPath, value: Request | list[Any]
-) -> list[tuple[FieldPath, Request | list[Any]]]:
-    """Return the objects and lists directly inside another one, the last one first."""
-    entries = enumerate(value) if isinstance(value, list) else value.items()
-    return [
-        ((*path, step), each)
-        for step, each in reversed(list(entries))
-        if isinstance(each, dict | list) and step not in _WITHOUT_MEDIA
-    ]
+            continue
+        inner = enumerate(value) if isinstance(value, list) else value.items()
+        left += [  # the last one first
+            ((*path, step), each)
+            for step, each in reversed(list(inner))
+            if isinstance(each, dict | list) and step not in _WITHOUT_MEDIA
+        ]
 
 
 # --- completions ---
@@ -91,7 +85,7 @@ def read_completion(body: bytes | bytearray, max_items: int) -> ClientRequest:
     prompt = request.get("prompt")
     has_several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
     is_one = request.get("prompt_embeds") is None and not has_several
-    return ClientRequest(request, (), COMPLETIONS_ENDPOINT, is_one_prompt=is_one)
+    return client_request(request, (), COMPLETIONS_ENDPOINT, max_items, is_one_prompt=is_one)
 
 
 # --- OpenAI's Responses API ---
@@ -103,12 +97,12 @@ def read_responses(body: bytes | bytearray, max_items: int) -> ClientRequest:
     for name in _NOT_KEPT:
         if request.get(name):
             raise refusal(f"`{name}` is not served: {_NO_STATE}.", (name,))
-    items = tuple(_media_anywhere({"input": request.get("input")}))
-    check_number(items, max_items, "input")
-    for item in items:
+    items = _media_anywhere({"input": request.get("input")})
+    client = client_request(request, items, RESPONSES_ENDPOINT, max_items)
+    for item in client.items:
         if item.kind != "image_url":
             raise refusal(f"`{item.kind}` is not served in responses; images are.", item.path)
-    return ClientRequest(request, items, RESPONSES_ENDPOINT)
+    return client
 
 
 def _input_image(part: Request, item: MediaItem, held: Media) -> Request:
@@ -131,22 +125,12 @@ RESPONSES_ENDPOINT = Endpoint(
 def read_messages(body: bytes | bytearray, max_items: int) -> ClientRequest:
     """Read a request of Anthropic's Messages API."""
     request = parse_request(body)
-    messages = request.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise refusal("`messages` must be a non-empty array.", ("messages",))
-    items = tuple(_images_of_messages(messages))
-    check_number(items, max_items, "messages")
-    return ClientRequest(request, items, MESSAGES_ENDPOINT)
-
-
-def _images_of_messages(messages: list[Any]) -> Iterator[MediaItem]:
-    for at, message in enumerate(messages):
-        path: FieldPath = ("messages", at)
-        if not isinstance(message, dict):
-            raise refusal("A message must be an object.", path)
-        if not isinstance(message.get("role"), str):
-            raise refusal("`role` must be a string.", (*path, "role"))
-        yield from _images_of(message.get("content"), (*path, "content"))
+    items = (
+        item
+        for at, message in enumerate(messages_of(request))
+        for item in _images_of(message.get("content"), ("messages", at, "content"))
+    )
+    return client_request(request, items, MESSAGES_ENDPOINT, max_items)
 
 
 def _images_of(content: Any, path: FieldPath, *, may_nest: bool = True) -> Iterator[MediaItem]:
@@ -217,25 +201,15 @@ def _passed_on(path: str) -> Reader:
 
     def read(body: bytes | bytearray, max_items: int) -> ClientRequest:
         request = parse_request(body)
-        items = tuple(_media_anywhere(request))
-        check_number(items, max_items, "messages")
-        return ClientRequest(request, items, endpoint)
+        return client_request(request, _media_anywhere(request), endpoint, max_items)
 
     return read
 
 
 _PASSED_ON = (
-    "/tokenize",
-    "/detokenize",
-    "/v1/embeddings",
-    "/pooling",
-    "/classify",
-    "/score",
-    "/v1/score",
-    "/rerank",
-    "/v1/rerank",
-    "/v2/rerank",
-)
+    "/tokenize", "/detokenize", "/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score",
+    "/rerank", "/v1/rerank", "/v2/rerank",
+)  # fmt: skip
 PASSED_ON: dict[str, Reader] = {
     **{path: _passed_on(path) for path in _PASSED_ON},
     _COUNT_TOKENS_ENDPOINT.path: _read_count_tokens,

@@ -9,12 +9,9 @@ from dataclasses import dataclass, field
 import msgspec
 from aiohttp import web
 
-from ecshare.router.api.client_request import ClientRequest, Request, too_deep
-from ecshare.router.api.client_view import PrefillUsage
-from ecshare.router.api.dialects import Dialect
-from ecshare.router.api.errors import OVERLOADED_STATUSES, EngineError, RefusalError
-from ecshare.router.api.turns import Turn
-from ecshare.router.api.usage import AnswerTail
+from ecshare.router.api.answer import ClientView, PrefillUsage
+from ecshare.router.api.client_request import ClientRequest, Request, Turn, too_deep
+from ecshare.router.api.errors import OVERLOADED_STATUSES, Dialect, EngineError, RefusalError
 from ecshare.router.http.blobs import Blobs, Payload
 from ecshare.router.http.memory import Reservation
 from ecshare.router.types import Stage, Work
@@ -107,7 +104,7 @@ class RequestContext:
     first_event_s: float | None = None
     """When the first event of a stream was sent. From then on D's failure is an event of the
     stream, and no other engine is asked."""
-    tail: AnswerTail = field(default_factory=AnswerTail)
+    tail: ClientView = field(default_factory=ClientView)
     """D's answer, as far as the client got it."""
     error: str = ""
     """The kind of the error that the client gets, for the metrics."""
@@ -129,7 +126,7 @@ class RequestContext:
     def release(self) -> None:
         """Release what is large: an idle connection still refers to its last request."""
         self.blobs.clear()
-        self.tail = AnswerTail()
+        self.tail = ClientView()
         self.turns = []
         if hasattr(self, "client"):
             del self.client

@@ -4,7 +4,7 @@
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from ecshare.router.api.dialects import dialect_of
+from ecshare.router.api.errors import dialect_of
 from ecshare.router.http.context import CONTEXT, RequestContext
 from ecshare.router.http.events import Events
 from ecshare.router.http.headers import forwarded, request_id

@@ -8,8 +8,16 @@ from types import MappingProxyType
 import msgspec
 from aiohttp import hdrs, web
 
-from ecshare.router.api.dialects import error_body, error_event, error_of, restated
-from ecshare.router.api.errors import ENGINES_OWN, ApiError, EngineError, RefusalError
+from ecshare.router.api.errors import (
+    ENGINES_OWN,
+    ApiError,
+    EngineError,
+    RefusalError,
+    error_body,
+    error_event,
+    error_of,
+    restated,
+)
 from ecshare.router.http.context import RequestContext
 from ecshare.router.options.config import RouterConfig
 from ecshare.router.options.values import MIB

@@ -79,19 +79,14 @@ class Fetcher:
             )
         )
         # Connects to the operator's proxies alone, which are seldom public.
-        self._to_proxies = (
-            _session(aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S))
-            if self._proxies
-            else None
-        )
+        self._to_proxies = _session(aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S))
         self.num_refused = 0
         """Downloads for which there was no place."""
 
     async def close(self) -> None:
         """Close every connection."""
         await self._session.close()
-        if self._to_proxies is not None:
-            await self._to_proxies.close()
+        await self._to_proxies.close()
         await self._names.close()
 
     def turns(self) -> Turns:
@@ -108,7 +103,7 @@ class Fetcher:
         time_limit = asyncio.timeout(self._config.media_timeout_s)
         try:
             async with time_limit:
-                with self._places.place(partial(_expire, time_limit)) as place:
+                with Place(self._places, partial(_expire, time_limit)) as place:
                     return await self._follow(item, budget, etag, place)
         except FullError as exc:
             self.num_refused += 1
@@ -158,7 +153,7 @@ class Fetcher:
 
     async def _get(self, url: URL, headers: dict[str, str]) -> aiohttp.ClientResponse:
         proxy = self._proxies.of(url)
-        if proxy is None or self._to_proxies is None:
+        if proxy is None:
             return await self._session.get(url, headers=headers, allow_redirects=False)
         headers, host, name = dict(headers), url.host or "", None
         if is_name(host) and not self._config.media_proxy_resolves:
@@ -218,11 +213,13 @@ class Fetcher:
             url, reason = URL(), "it is malformed"
         if reason is None:
             return url
-        message = f"The media's url is refused: {reason}."
-        error = ApiError(400, message, param=item.param, code="invalid_media")
         hint = f"; {_HINT}" if reason is _NOT_PUBLIC else ""
-        raise error.with_log_reason(
-            f"{item.param}: {url.host!r:.{_MAX_LOGGED_CHARS}}: {reason}{hint}"
+        raise ApiError(
+            400,
+            f"The media's url is refused: {reason}.",
+            param=item.param,
+            code="invalid_media",
+            reason=f"{item.param}: {url.host!r:.{_MAX_LOGGED_CHARS}}: {reason}{hint}",
         )
 
     def _refuses(self, url: URL) -> str | None:
@@ -356,19 +353,19 @@ def _too_many(item: MediaItem) -> ApiError:
 # explore ours.
 def _passing(item: MediaItem, reason: str) -> ApiError:
     """Return the error of what may go well the next time; clients try again."""
-    message = "The media cannot be fetched now."
-    error = ApiError(
-        *(502, message),
+    return ApiError(
+        502,
+        "The media cannot be fetched now.",
         param=item.param,
         code="media_unavailable",
         retry_after_s=_RETRY_AFTER_S,
+        reason=f"{item.param}: {reason[:_MAX_LOGGED_CHARS]}",
     )
-    return error.with_log_reason(f"{item.param}: {reason[:_MAX_LOGGED_CHARS]}")
 
 
 def _lasting(
     item: MediaItem, reason: str, message: str = "The media cannot be fetched."
 ) -> ApiError:
     """Return the error of what another try does not change, as vLLM answers it."""
-    error = ApiError(422, message, param=item.param, code="media_unavailable")
-    return error.with_log_reason(f"{item.param}: {reason[:_MAX_LOGGED_CHARS]}")
+    reason = f"{item.param}: {reason[:_MAX_LOGGED_CHARS]}"
+    return ApiError(422, message, param=item.param, code="media_unavailable", reason=reason)

@@ -8,7 +8,7 @@ if the bytes are needed: for known bytes a request often needs no more than thei
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -87,8 +87,13 @@ class MediaLoader:
         distinct = {(item.modality, item.source): item for item in items}
         budget = Budget(self._config.max_media_bytes, reservation)
         turns = self._fetcher.turns()
-        loaded = await self._small_ones(distinct, blobs)
-        others = {place: item for place, item in distinct.items() if place not in loaded}
+        loaded: dict[tuple[str, str], Media] = {}
+        for key, item in distinct.items():
+            if is_inline(item.source) and blobs.length(item.source) <= _HASHED_ON_THE_LOOP:
+                if loaded:
+                    await asyncio.sleep(0)  # many small ones would block others as a large one
+                loaded[key] = await self._identified(item, item.source, blobs)
+        others = {key: item for key, item in distinct.items() if key not in loaded}
         loads = [
             self._identified(item, item.source, blobs)
             if is_inline(item.source)
@@ -160,28 +165,6 @@ class MediaLoader:
             if fetched.text is not None:
                 budget.take(item, len(fetched.text) * 3 // 4)
         return fetched
-
-    async def _small_ones(
-        self, items: Mapping[tuple[str, str], MediaItem], blobs: Blobs
-    ) -> dict[tuple[str, str], Media]:
-        """Return those of the items that are inline and small, hashed one by one: many of them at
-        once would block the event loop as one large item would.
-
-        Raises:
-            ApiError: one holds no valid base64; names it.
-        """
-        small = {}
-        num_hashed = 0
-        for place, item in items.items():
-            length = blobs.length(item.source)
-            if not is_inline(item.source) or length > _HASHED_ON_THE_LOOP:
-                continue
-            if num_hashed and num_hashed + length > _HASHED_ON_THE_LOOP:
-                await asyncio.sleep(0)
-                num_hashed = 0
-            num_hashed += length
-            small[place] = await self._identified(item, item.source, blobs)
-        return small
 
     async def _identified(self, item: MediaItem, url: str, blobs: Blobs) -> Media:
         """Return an inline item with its uuid.

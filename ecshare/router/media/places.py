@@ -3,9 +3,10 @@
 
 import asyncio
 import time
-from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from itertools import islice
 
 _AT_ONCE = 8
 _KEPT_FREE = 8
@@ -31,21 +32,17 @@ class Places:
 
     def __init__(self, number: int, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._number = number
-        self._num_free = number
         self._used: Counter[str] = Counter()
-        self._clock_s = clock_s
-        self._held: OrderedDict[Place, float] = OrderedDict()
-        """When each got on for the last time; first the one that has waited for longest."""
-
-    @property
-    def num_used(self) -> int:
+        self.num_used = 0
         """The places that are taken now."""
-        return self._number - self._num_free
+        self.clock_s = clock_s
+        self.progress_s: dict[Place, float] = {}
+        """When each download got on for the last time; first the one that waits for longest."""
 
     @property
     def are_scarce(self) -> bool:
         """Whether half of the places are taken."""
-        return self._num_free < self._number / 2
+        return self.num_used > self._number / 2
 
     def take(self, owner: str) -> None:
         """Take one place for `owner`.
@@ -53,57 +50,33 @@ class Places:
         Raises:
             FullError: none is free, or the owner has as many as are free.
         """
-        if self._used[owner] >= self._num_free:
-            if not self._used[owner]:
-                del self._used[owner]
+        if self._used[owner] >= self._number - self.num_used:
             raise FullError
         self._used[owner] += 1
-        self._num_free -= 1
+        self.num_used += 1
 
     def free(self, owner: str) -> None:
         """Give back a place that `owner` has."""
+        self.num_used -= 1
         self._used[owner] -= 1
-        self._num_free += 1
         if not self._used[owner]:
             del self._used[owner]
 
-    @contextmanager
-    def place(self, end: Callable[[], None]) -> Iterator["Place"]:
-        """Yield a place that is not taken yet, and is free when the block ends.
-
-        `end` is called if others need the place, which they then have. It ends the block soon.
-        """
-        place = Place(self, end)
-        try:
-            yield place
-        finally:
-            place.leave()
-
-    def note(self, place: "Place") -> None:
-        """Note that what has this place gets on."""
-        self._held[place] = self._clock_s()
-        self._held.move_to_end(place)
-
-    def forget(self, place: "Place") -> None:
-        """Note that nobody has this place any more."""
-        self._held.pop(place, None)
-
     def relieve(self) -> None:
         """End what is slowest, if few places are free."""
-        slow_since_s = self._clock_s() - _SLOW_S
-        for _ in range(_ENDED_FOR_ONE):
-            place = next(iter(self._held), None)
-            if place is None or self._held[place] > slow_since_s:
-                return
-            if self._num_free >= max(1, self._number // _KEPT_FREE):
+        slow_since_s = self.clock_s() - _SLOW_S
+        for place, progress_s in list(islice(self.progress_s.items(), _ENDED_FOR_ONE)):
+            is_enough_free = self._number - self.num_used >= max(1, self._number // _KEPT_FREE)
+            if progress_s > slow_since_s or is_enough_free:
                 return
             place.give_up()
 
 
 class Place:
-    """One place, which may change its owner."""
+    """A place for a download while a block runs, which may change its owner."""
 
     def __init__(self, places: Places, end: Callable[[], None]) -> None:
+        """`end` is called if others need the place, which they then have. It ends the block."""
         self._places = places
         self._end = end
         self._num_bytes = 0
@@ -111,38 +84,46 @@ class Place:
         self.was_given_up = False
         """Whether others needed it."""
 
+    def __enter__(self) -> "Place":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._leave()
+
     def take(self, owner: str) -> None:
         """Have the place belong to `owner` from now on.
 
         Raises:
             FullError: there is none for this owner.
         """
-        self.leave()
+        self._leave()
         self._places.relieve()
         self._places.take(owner)
         self.owner = owner
-        self._num_bytes = 0
-        self._places.note(self)
+        self._get_on()
 
     def received(self, num_bytes: int) -> None:
         """Note that so much more has come. A few bytes now and then do not count."""
         self._num_bytes += num_bytes
         if self._num_bytes >= _SLOW_BYTES and self.owner is not None:
-            self._num_bytes = 0
-            self._places.note(self)
-
-    def leave(self) -> None:
-        """Have the place belong to nobody."""
-        if self.owner is not None:
-            self._places.free(self.owner)
-            self._places.forget(self)
-            self.owner = None
+            self._get_on()
 
     def give_up(self) -> None:
         """Leave the place to others."""
         self.was_given_up = True
-        self.leave()
+        self._leave()
         self._end()
+
+    def _get_on(self) -> None:
+        self._num_bytes = 0
+        self._places.progress_s.pop(self, None)  # to put it at the end
+        self._places.progress_s[self] = self._places.clock_s()
+
+    def _leave(self) -> None:
+        if self.owner is not None:
+            self._places.free(self.owner)
+            del self._places.progress_s[self]
+            self.owner = None
 
 
 class Turns:

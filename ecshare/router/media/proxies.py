@@ -30,9 +30,6 @@ class Proxies:
         for scheme, proxy in self._proxies.items():
             logger.info("media at %s: urls are fetched through %s", scheme, proxy.url)
 
-    def __bool__(self) -> bool:
-        return bool(self._proxies)
-
     def of(self, url: URL) -> Proxy | None:
         """Return the proxy by which a url is fetched, None if there is none for it."""
         proxy = self._proxies.get(url.scheme)

@@ -18,23 +18,21 @@ import msgspec
 
 from ecshare import __version__
 from ecshare.router.options.config import Option, RouterConfig, share_of
-from ecshare.router.options.engine_urls import repeated_url
-from ecshare.router.options.engines_file import Urls, read_engines
+from ecshare.router.options.engine_urls import check_distinct
+from ecshare.router.options.engines_file import read_engines, read_file
 from ecshare.router.options.values import MIB, mebibytes
-from ecshare.router.types import Stage
 from ecshare.store.attribute_docs import attribute_docs
 from ecshare.store.errors import ConfigError
 
 # Not shorter: for a service that is called ecshare-router, Kubernetes sets ECSHARE_ROUTER_PORT.
 VARIABLES = "ECSHARE_ROUTER_OPTION_"
 _CONFIG = "--config"
-_MAX_FILE_BYTES = 1024 * 1024
-_ENGINES = {
-    "encoder": Stage.ENCODE,
-    "prefiller": Stage.PREFILL,
-    "decoder": Stage.DECODE,
-}
+_ENGINES = ("encoder", "prefiller", "decoder")
+"""The names of the options for engines, in the order of the stages."""
 _SWITCHED = {"true": True, "1": True, "false": False, "0": False}
+
+OptionTexts = tuple[str, str, Sequence[str]]
+"""How error messages name an option, its name, and its values as text."""
 
 
 class Setting(NamedTuple):
@@ -56,9 +54,9 @@ class Setting(NamedTuple):
         return get_origin(self.kind) is tuple
 
     @property
-    def choices(self) -> tuple[str, ...] | None:
-        """Return all values that the field may have; None if they are not a few."""
-        return get_args(self.kind) if get_origin(self.kind) is Literal else None
+    def choices(self) -> tuple[str, ...]:
+        """Return all values that the field may have; none if they are not a few."""
+        return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
     @property
     def shown_default(self) -> str:
@@ -77,25 +75,20 @@ class Setting(NamedTuple):
         """Return the field's value.
 
         Raises:
-            ConfigError: what was given is wrong; says why.
+            ValueError: what was given is wrong; says why.
         """
         if self.may_repeat:
-            return tuple(self._one(text) for text in given)
+            return tuple(map(self.option.read, given))
         if len(given) != 1:
-            raise ConfigError("it can be given once only")
-        return self._one(given[0])
-
-    def _one(self, text: str) -> Any:
+            raise ValueError("it can be given once only")
+        (text,) = given
         if self.is_switch:
             if text.lower() not in _SWITCHED:
-                raise ConfigError(f"{text!r} must be true or false")
+                raise ValueError(f"{text!r} must be true or false")
             return _SWITCHED[text.lower()]
         if self.choices and text not in self.choices:
-            raise ConfigError(f"{text!r} must be one of {', '.join(self.choices)}")
-        try:
-            return self.option.read(text)
-        except (argparse.ArgumentTypeError, ValueError) as exc:
-            raise ConfigError(str(exc)) from exc
+            raise ValueError(f"{text!r} must be one of {', '.join(self.choices)}")
+        return self.option.read(text)
 
 
 @cache
@@ -110,7 +103,7 @@ def settings() -> Mapping[str, Setting]:
 
 
 def make_parser(prog: str) -> argparse.ArgumentParser:
-    """Return the parser of the command line. Its result has the fields that are given."""
+    """Return the parser of the command line. Its result has the options that are given, as text."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Route completions over encode, prefill and decode engines.",
@@ -130,19 +123,18 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         "(default: none)",
     )
     docs = attribute_docs(RouterConfig)
-    for setting in settings().values():
-        option = setting.option
-        about: dict[str, Any] = {"dest": setting.field}
-        about["help"] = f"{docs[setting.field]} (default: {setting.shown_default})".replace(
-            "%", "%%"
-        )
+    for name, setting in settings().items():
+        about = f"{docs[setting.field]} (default: {setting.shown_default})"
+        how: dict[str, Any] = {"dest": name, "nargs": 1, "help": about.replace("%", "%%")}
         if setting.is_switch:
-            about["action"] = "store_true"
+            how |= {"action": "store_const", "const": ["true"]}
+            del how["nargs"]
         else:
-            about |= {"type": option.read, "metavar": option.metavar, "choices": setting.choices}
+            choices = ",".join(setting.choices)
+            how["metavar"] = setting.option.metavar or (choices and f"{{{choices}}}")
         if setting.may_repeat:
-            about["action"] = "append"
-        parser.add_argument(option.flag, **about)
+            how["action"] = "extend"
+        parser.add_argument(setting.option.flag, **how)
     return parser
 
 
@@ -156,11 +148,9 @@ def parse_arguments(
     given = vars(parser.parse_args(arguments))
     try:
         path = given.pop("config", None)
-        values = {} if path is None else dict(_from_file(path))
-        values |= dict(_from_environment(environment))
-        values |= {
-            name: tuple(each) if isinstance(each, list) else each for name, each in given.items()
-        }
+        values = {} if path is None else dict(map(_value, _in_file(path)))
+        values |= map(_value, _in_environment(environment))
+        values |= (_value((f"argument --{name}", name, texts)) for name, texts in given.items())
         config = RouterConfig(**values | _engine_urls(values))
         share_of(config)  # says what cannot be divided
     except ConfigError as exc:
@@ -168,48 +158,44 @@ def parse_arguments(
     return config
 
 
-def _from_file(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the fields that the file gives, with their values.
+def _in_file(path: Path) -> Iterator[OptionTexts]:
+    """Yield what the file gives.
 
     Raises:
         ConfigError: it cannot be used; names the option at fault.
     """
     try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_FILE_BYTES + 1)
-        if len(content) > _MAX_FILE_BYTES:
-            raise ConfigError(f"argument {_CONFIG}: {path} has more than {_MAX_FILE_BYTES} bytes")
-        options = tomllib.loads(content.decode())
-    except OSError as exc:
-        reason = exc.strerror or exc
-        raise ConfigError(f"argument {_CONFIG}: {path} cannot be read: {reason}") from exc
+        options = tomllib.loads(read_file(path).decode())
+    except ConfigError as exc:
+        raise ConfigError(f"argument {_CONFIG}: {exc}") from exc
     except (ValueError, RecursionError) as exc:
         raise ConfigError(f"argument {_CONFIG}: {path} is no TOML: {exc}") from exc
     for name, value in options.items():
-        listed = value if isinstance(value, list) else [value]
         where = f"{path}: {name}"
+        listed = value if isinstance(value, list) else [value]
         if not all(isinstance(each, str | int | float) for each in listed):
             raise ConfigError(
                 f"{where}: it must be a text, a number, true or false, or a list of them"
             )
         texts = [str(each).lower() if isinstance(each, bool) else str(each) for each in listed]
-        yield _value(where, name, texts)
+        yield where, name, texts
 
 
-def _from_environment(environment: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    """Yield the fields that environment variables give, with their values.
-
-    Raises:
-        ConfigError: one is wrong; names it.
-    """
+def _in_environment(environment: Mapping[str, str]) -> Iterator[OptionTexts]:
     for variable, text in environment.items():
         if variable.startswith(VARIABLES):
             name = variable.removeprefix(VARIABLES).lower().replace("_", "-")
             several = name in settings() and settings()[name].may_repeat
-            yield _value(variable, name, text.split() if several else [text])
+            yield variable, name, text.split() if several else [text]
 
 
-def _value(where: str, name: str, texts: Sequence[str]) -> tuple[str, Any]:
+def _value(given: OptionTexts) -> tuple[str, Any]:
+    """Return a field and its value.
+
+    Raises:
+        ConfigError: there is no such option, or the value is wrong.
+    """
+    where, name, texts = given
     setting = settings().get(name)
     if setting is None:
         (*alike,) = difflib.get_close_matches(name, settings(), 1)
@@ -217,7 +203,7 @@ def _value(where: str, name: str, texts: Sequence[str]) -> tuple[str, Any]:
         raise ConfigError(f"{where}: the router has no option {name!r}{hint}")
     try:
         return setting.field, setting.value(texts)
-    except ConfigError as exc:
+    except ValueError as exc:
         raise ConfigError(f"{where}: {exc}") from exc
 
 
@@ -229,27 +215,16 @@ def _engine_urls(values: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """
     given = {name: values.get(f"{name}s", ()) for name in _ENGINES}
     if (path := values.get("engines_file")) is not None:
-        urls = _listed_in(path, is_alone=not any(given.values()))
-        return {f"{name}s": urls[stage] for name, stage in _ENGINES.items()}
-    if not given["decoder"]:
+        if any(given.values()):
+            raise ConfigError("argument --engines: the file names all engines; give no others")
+        try:
+            given = dict(zip(_ENGINES, read_engines(path).urls.values(), strict=True))
+        except ConfigError as exc:
+            raise ConfigError(f"argument --engines: {exc}") from exc
+    elif not given["decoder"]:
         raise ConfigError("the following arguments are required: --decoder, or --engines")
-    if twice := repeated_url(given):
-        raise ConfigError(
-            f"argument --{twice.group}: {twice.url} is already given as --{twice.earlier_group}; "
-            "name each engine once, and leave out the stages that have none of their own"
-        )
-    return {f"{name}s": urls for name, urls in given.items()}
-
-
-def _listed_in(path: Path, *, is_alone: bool) -> Urls:
-    """Return the engines of --engines.
-
-    Raises:
-        ConfigError: the file is not usable, or other engines are given besides.
-    """
-    if not is_alone:
-        raise ConfigError("argument --engines: the file names all engines; give no others")
     try:
-        return read_engines(path).urls
-    except ConfigError as exc:
-        raise ConfigError(f"argument --engines: {exc}") from exc
+        check_distinct({f"--{name}": urls for name, urls in given.items()})
+    except ValueError as exc:
+        raise ConfigError(f"argument {exc}") from exc
+    return {f"{name}s": urls for name, urls in given.items()}

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from ecshare.router.options import values as read
+from ecshare.router.options.engine_urls import engine_url
 from ecshare.router.options.secret import Secret
 from ecshare.router.options.values import MIB, Network
 from ecshare.store.errors import ConfigError
@@ -32,14 +33,14 @@ class Option(NamedTuple):
 class RouterConfig(Struct, frozen=True, kw_only=True):
     """All that an operator can set. Urls have the form that `engine_url` returns."""
 
-    encoders: Annotated[tuple[str, ...], Option("--encoder", "URL", read.engine)] = ()
+    encoders: Annotated[tuple[str, ...], Option("--encoder", "URL", engine_url)] = ()
     """Encode engine; without one the prefill engines are sent the pictures."""
 
-    prefillers: Annotated[tuple[str, ...], Option("--prefiller", "URL", read.engine)] = ()
+    prefillers: Annotated[tuple[str, ...], Option("--prefiller", "URL", engine_url)] = ()
     """Prefill engine; without one the decode engines prefill."""
 
     decoders: Annotated[
-        tuple[str, ...], Option("--decoder", "URL", read.engine, if_none="required, or --engines")
+        tuple[str, ...], Option("--decoder", "URL", engine_url, if_none="required, or --engines")
     ]
     """Decode engine; dns+http://decode.example:8003 stands for all addresses of that name, for
     each stage; they are looked up every few seconds."""

@@ -3,7 +3,6 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 from urllib.parse import SplitResult, quote, urlsplit
 
 BY_NAME = "dns+"
@@ -12,14 +11,6 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 _IN_A_PATH = "/%:@!$&'()*+,;=~"
 """What stands in paths as it is, besides letters and digits."""
 _HOST = re.compile(r"[^\s\x00-\x1f/\\@]+")
-
-
-class Repeated(NamedTuple):
-    """A url that is given twice."""
-
-    url: str
-    group: str
-    earlier_group: str
 
 
 def engine_url(text: str) -> str:
@@ -64,28 +55,30 @@ def port_of(parts: SplitResult) -> int:
     return parts.port or _DEFAULT_PORTS[parts.scheme]
 
 
-def repeated_url(groups: Mapping[str, Iterable[str]]) -> Repeated | None:
-    """Return the first url that is given twice, in one group or in two."""
+def check_distinct(groups: Mapping[str, Iterable[str]]) -> None:
+    """Check that no url is given twice, in one group or in two.
+
+    Raises:
+        ValueError: one is; names it and the groups.
+    """
     seen: dict[str, str] = {}
     for group, urls in groups.items():
         for url in urls:
             if url in seen:
-                return Repeated(url, group, seen[url])
+                raise ValueError(
+                    f"{group}: {url} is already in {seen[url]}; name each engine once, and leave "
+                    "out the stages that have none of their own"
+                )
             seen[url] = group
-    return None
 
 
 def _has_host(parts: SplitResult, schemes: tuple[str, ...]) -> bool:
     host = parts.hostname or ""
-    return parts.scheme in schemes and bool(_HOST.fullmatch(host)) and _can_be_looked_up(host)
-
-
-def _can_be_looked_up(host: str) -> bool:
     try:
         host.encode("idna")
     except UnicodeError:  # a part between the dots is empty, or longer than 63 characters
         return False
-    return True
+    return parts.scheme in schemes and bool(_HOST.fullmatch(host))
 
 
 def _base_path(path: str) -> str:

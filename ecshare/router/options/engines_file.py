@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-from ecshare.router.options.engine_urls import engine_url, repeated_url
+from ecshare.router.options.engine_urls import check_distinct, engine_url
 from ecshare.router.types import Stage
 from ecshare.store.errors import ConfigError
 
@@ -46,28 +46,34 @@ def read_engines(path: Path) -> Given:
     Raises:
         ConfigError: the file cannot be read, or says something else; names the field at fault.
     """
+    content = read_file(path)
     try:
-        said = msgspec.json.decode(_content(path), type=_File)
-        return _checked(said)
-    except OSError as exc:
-        raise ConfigError(f"{path} cannot be read: {exc.strerror or exc}") from exc
+        return _checked(msgspec.json.decode(content, type=_File))
     except (ValueError, RecursionError) as exc:
         raise ConfigError(f"{path}: {exc}") from exc
 
 
-def _content(path: Path) -> bytes:
-    with path.open("rb") as file:
-        content = file.read(_MAX_FILE_BYTES + 1)
+def read_file(path: Path) -> bytes:
+    """Return the content of a file that an option names.
+
+    Raises:
+        ConfigError: it cannot be read, or is too large.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as exc:  # such as a NUL in the name
+        reason = getattr(exc, "strerror", None) or exc
+        raise ConfigError(f"{path} cannot be read: {reason}") from exc
     if len(content) > _MAX_FILE_BYTES:
-        raise ValueError(f"it is larger than {_MAX_FILE_BYTES} bytes")
+        raise ConfigError(f"{path}: it is larger than {_MAX_FILE_BYTES} bytes")
     return content
 
 
 def _checked(said: _File) -> Given:
     groups = {"encoders": said.encoders, "prefillers": said.prefillers, "decoders": said.decoders}
     urls = {name: tuple(map(_url, group)) for name, group in groups.items()}
-    if twice := repeated_url(urls):
-        raise ValueError(f"{twice.group}: {twice.url} is already in {twice.earlier_group}")
+    check_distinct(urls)
     if not urls["decoders"]:
         raise ValueError("decoders: name at least one engine")
     assigned = {

@@ -4,23 +4,19 @@
 Each function takes one value as text.
 
 Raises:
-    argparse.ArgumentTypeError: it is wrong; says how.
+    ValueError: it is wrong; says how.
 """
 
-import argparse
-import functools
 import importlib.util
 import ipaddress
 import re
 from collections.abc import Callable
 from typing import TypeVar
 
-from ecshare.router.options.engine_urls import engine_url
 from ecshare.router.options.secret import Secret
 from ecshare.store.integrity import TOKEN_HEADER, read_key, router_token
 
-T = TypeVar("T")
-
+Number = TypeVar("Number", int, float)
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 MIB = 1024 * 1024
@@ -36,31 +32,12 @@ _NOT_FORWARDED = frozenset((
 ))  # fmt: skip
 
 
-def _telling(read: Callable[[str], T]) -> Callable[[str], T]:
-    """Have argparse show the message of what `read` raises. It would hide it otherwise."""
-
-    @functools.wraps(read)
-    def reading(text: str) -> T:
-        try:
-            return read(text)
-        except ValueError as exc:
-            raise argparse.ArgumentTypeError(str(exc)) from exc
-
-    return reading
-
-
-@_telling
-def engine(text: str) -> str:
-    """Return the url of an engine, as `engine_url` does."""
-    return engine_url(text)
-
-
 def network(text: str) -> Network:
     """Return a network of addresses."""
     try:
         return ipaddress.ip_network(text)
     except ValueError as exc:
-        raise argparse.ArgumentTypeError(
+        raise ValueError(
             f"{text!r} must be a network like 10.0.0.0/8 or fd00::/8, or one address"
         ) from exc
 
@@ -68,7 +45,7 @@ def network(text: str) -> Network:
 def header(text: str) -> str:
     """Return the name of a header that clients' requests may bring to engines."""
     if not _TOKEN.fullmatch(text) or text.lower() in _NOT_FORWARDED:
-        raise argparse.ArgumentTypeError(
+        raise ValueError(
             f"{text!r} must be the name of a header that does not belong to the connection, the "
             "body or the router itself"
         )
@@ -78,17 +55,21 @@ def header(text: str) -> str:
 def origin(text: str) -> str:
     """Return an origin as browsers send it, or * for any."""
     if text != ANY_ORIGIN and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/,;*?#@]+", text):
-        raise argparse.ArgumentTypeError(
+        raise ValueError(
             f"{text!r} must look like https://chat.example or http://localhost:3000, without a "
             "path, or be *"
         )
     return text
 
 
-@_telling
 def key(text: str) -> Secret:
     """Return a key that is named as env:NAME or file:PATH."""
     return Secret(read_key(text, "a key", in_public=True, is_sent=True))
+
+
+def token(text: str) -> str:
+    """Return what engines recognise the router by that has the key that `text` names, or none."""
+    return "" if text == "none" else router_token(read_key(text, "a key", in_public=True))
 
 
 def collector(text: str) -> str:
@@ -96,32 +77,17 @@ def collector(text: str) -> str:
     try:
         importlib.util.find_spec("opentelemetry.exporter.otlp.proto.grpc")
     except ModuleNotFoundError as exc:
-        raise argparse.ArgumentTypeError(
+        raise ValueError(
             "spans need ecshare's extra [otel] (pip install opentelemetry-exporter-otlp)"
         ) from exc
     if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} must look like http://host:4317")
+        raise ValueError(f"{text!r} must look like http://host:4317")
     return text
 
 
-@_telling
-def token(text: str) -> str:
-    """Return what engines recognise the router by that has the key that `text` names, or none."""
-    if text == "none":
-        return ""
-    return router_token(read_key(text, "a key", in_public=True))
-
-
-@_telling
 def positive(text: str) -> float:
     """Return a number above 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0 and below 1e9")
-    return number
+    return _number(text, float, lambda number: 0 < number < 1e9, "a number above 0 and below 1e9")
 
 
 def mebibytes(text: str) -> int:
@@ -131,48 +97,37 @@ def mebibytes(text: str) -> int:
 
 def share(text: str) -> float:
     """Return a number from 0 to 1."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number from 0 to 1")
-    return number
+    return _number(text, float, lambda number: 0 <= number <= 1, "a number from 0 to 1")
 
 
 def count(text: str) -> int:
     """Return a whole number of at least 1."""
-    if (number := _whole(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
-    return number
+    return _number(text, int, lambda number: number >= 1, "a whole number of at least 1")
 
 
 def workers(text: str) -> int:
     """Return a number of processes."""
-    if not 1 <= (number := _whole(text)) <= _MAX_WORKERS:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must be a whole number from 1 to {_MAX_WORKERS}"
-        )
-    return number
+    what = f"a whole number from 1 to {_MAX_WORKERS}"
+    return _number(text, int, lambda number: 1 <= number <= _MAX_WORKERS, what)
 
 
 def natural(text: str) -> int:
     """Return a whole number of at least 0."""
-    if (number := _whole(text)) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 0")
-    return number
+    return _number(text, int, lambda number: number >= 0, "a whole number of at least 0")
 
 
 def port(text: str) -> int:
     """Return the number of a port."""
-    if not 1 <= (number := _whole(text)) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 to 65535")
-    return number
+    return _number(text, int, lambda n: 1 <= n <= 65535, "a whole number from 1 to 65535")
 
 
-def _whole(text: str) -> int:
-    """Return the number, or -1 if the text is not a whole number."""
+def _number(
+    text: str, read: Callable[[str], Number], is_right: Callable[[Number], bool], right: str
+) -> Number:
     try:
-        return int(text)
+        number = read(text)
     except ValueError:
-        return -1
+        number = None
+    if number is None or not is_right(number):
+        raise ValueError(f"{text!r} must be {right}")
+    return number

@@ -7,11 +7,9 @@ from collections import Counter
 
 from aiohttp import web
 
+from ecshare.router.api.answer import ClientView, read_opening
 from ecshare.router.api.client_request import Request
-from ecshare.router.api.client_view import ClientView
 from ecshare.router.api.errors import EngineError
-from ecshare.router.api.stream_opening import read_opening
-from ecshare.router.api.usage import AnswerTail
 from ecshare.router.fleet.client import Call, EngineClient, lacks_model
 from ecshare.router.fleet.health import TimeLimits
 from ecshare.router.fleet.retries import Attempt, Retries
@@ -99,10 +97,8 @@ class Decode:
                 raise call.failure()
         self._count(context, concurrent_stage)
         context.seconds[Stage.DECODE] = time.monotonic() - began_s
-        context.tail = AnswerTail()
-        context.tail.add(body)
-        shown = ClientView(context.dialect, context.prefill_usage).whole(body)
-        return verbatim(call.status, shown, call.content_type, call.returned)
+        view = context.tail = ClientView(context.dialect, context.prefill_usage)
+        return verbatim(call.status, view.whole(body), call.content_type, call.returned)
 
     def _first_byte_limit_s(self, request: Request, concurrent_stage: Stage | None = None) -> float:
         if not request.get("stream"):  # the first byte arrives with the last
@@ -135,14 +131,12 @@ class Decode:
             raise EngineError(Stage.DECODE, reason, reached=True, status=status)
         self._count(context, concurrent_stage)
         context.first_event_s = time.monotonic()
-        tail = context.tail = AnswerTail(is_stream=True)
-        view = ClientView(context.dialect, context.prefill_usage)
+        view = context.tail = ClientView(context.dialect, context.prefill_usage)
         answer = await _begun(context, call.content_type)
         chunk = opening.content
         try:
             # aiohttp takes an empty chunk for the end. Nothing came, or comments alone: no opening.
             while chunk:
-                tail.add(chunk)
                 if shown := view.chunk(chunk):
                     await answer.write(shown)
                 chunk = await call.chunk()

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
-from ecshare.router.api.client_request import KV_PARAMS, Media, Request
-from ecshare.router.api.client_view import PrefillUsage
+from ecshare.router.api.answer import PrefillUsage
+from ecshare.router.api.client_request import KV_PARAMS, Media, Request, turns_of, with_json_of
 from ecshare.router.api.errors import EngineError
-from ecshare.router.api.turns import turns_of, with_json_of
 from ecshare.router.fleet.client import EngineClient
 from ecshare.router.fleet.engines import Engine
 from ecshare.router.fleet.retries import Attempt, Retries

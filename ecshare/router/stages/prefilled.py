@@ -11,8 +11,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Struct
 
-from ecshare.router.api.client_request import Request
-from ecshare.router.api.turns import Turn
+from ecshare.router.api.client_request import Request, Turn
 from ecshare.router.bounded_cache import BoundedCache
 from ecshare.router.siblings import Siblings
 from ecshare.router.stages import plan

@@ -75,10 +75,10 @@ async def decoded(http: web.Request, body: dict[str, Any]) -> web.StreamResponse
 
 
 async def break_in_the_stream(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    """A decode engine whose connection ends within the stream."""
+    """A decode engine whose connection ends within the second event of a stream."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(http)
-    await response.write(EVENTS[0])
+    await response.write(EVENTS[0] + EVENTS[1])
     assert http.transport is not None
     http.transport.close()
     return response

@@ -12,13 +12,17 @@ import openai
 import pytest
 from aiohttp import web
 
-from tests.ecshare.router.fake_engine import PNG, Fleet, data_url, failing, fleet
+from tests.ecshare.router.fake_engine import PNG, Fleet, chat, data_url, failing, fleet, picture
+
+Json = dict[str, Any]
+Told = tuple[Json, list[Json]]
+"""A whole answer, and the events of a streamed one."""
 
 WORDS = ["It", " is", " a cat."]
 SAID = "".join(WORDS)
 
 
-def completions(request: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def completions() -> Told:
     head = {"id": "cmpl-1", "created": 1, "model": "m", "object": "text_completion"}
     usage = {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
     choice = {"index": 0, "finish_reason": "stop", "logprobs": None}
@@ -27,13 +31,8 @@ def completions(request: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str,
     return whole, [head | {"choices": [chunk]} for chunk in chunks]
 
 
-def chat_completions(request: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    head: dict[str, Any] = {
-        "id": "chatcmpl-1",
-        "created": 1,
-        "model": "m",
-        "object": "chat.completion",
-    }
+def chat_completions() -> Told:
+    head: Json = {"id": "chatcmpl-1", "created": 1, "model": "m", "object": "chat.completion"}
     message = {"role": "assistant", "content": SAID}
     whole = head | {"choices": [{"index": 0, "finish_reason": "stop", "message": message}]}
     deltas: list[dict[str, str]] = [{"role": "assistant", "content": ""}]
@@ -42,10 +41,10 @@ def chat_completions(request: dict[str, Any]) -> tuple[dict[str, Any], list[dict
     return whole, [chunk | {"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
 
 
-def responses(request: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def responses() -> Told:
     text = {"type": "output_text", "text": SAID, "annotations": []}
     message = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed"}
-    whole: dict[str, Any] = {
+    whole: Json = {
         "id": "resp_1", "object": "response", "created_at": 1, "model": "m", "status": "completed",
         "output": [message | {"content": [text]}], "parallel_tool_calls": True, "tools": [],
         "tool_choice": "auto",
@@ -53,7 +52,7 @@ def responses(request: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, A
     begun = whole | {"status": "in_progress", "output": []}
     place = {"item_id": "msg_1", "output_index": 0, "content_index": 0, "logprobs": []}
     deltas = [{"type": "response.output_text.delta", "delta": word, **place} for word in WORDS]
-    told: list[dict[str, Any]] = [
+    told: list[Json] = [
         {"type": "response.created", "response": begun},
         {"type": "response.in_progress", "response": begun},
         {
@@ -68,15 +67,15 @@ def responses(request: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, A
     return whole, [event | {"sequence_number": at} for at, event in enumerate(told)]
 
 
-def messages(request: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def messages() -> Told:
     usage = {"input_tokens": 3, "output_tokens": 3}
-    whole: dict[str, Any] = {
+    whole: Json = {
         "id": "msg_1", "type": "message", "role": "assistant", "model": "m", "usage": usage,
         "content": [{"type": "text", "text": SAID}], "stop_reason": "end_turn",
     }  # fmt: skip
     at = {"index": 0}
     deltas = [{"type": "text_delta", "text": word} for word in WORDS]
-    told: list[dict[str, Any]] = [
+    told: list[Json] = [
         {"type": "message_start", "message": whole | {"content": [], "stop_reason": None}},
         {"type": "content_block_start", "content_block": {"type": "text", "text": ""}, **at},
         *({"type": "content_block_delta", "delta": delta, **at} for delta in deltas),
@@ -87,13 +86,13 @@ def messages(request: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, An
     return whole, told
 
 
-def embeddings(request: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def embeddings() -> Told:
     data = [{"object": "embedding", "index": 0, "embedding": [0.5, -1.0]}]
     usage = {"prompt_tokens": 1, "total_tokens": 1}
     return {"object": "list", "model": "m", "data": data, "usage": usage}, []
 
 
-def count_tokens(request: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def count_tokens() -> Told:
     return {"input_tokens": 17}, []
 
 
@@ -107,18 +106,24 @@ SPEAKS = {
 }
 
 
-async def speaking(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+async def speaking(http: web.Request, body: Json) -> web.StreamResponse:
     """Answer in the shape that vLLM gives the answers of this path."""
-    whole, told = SPEAKS[http.path](body)
+    whole, told = SPEAKS[http.path]()
     if not body.get("stream"):
         return web.json_response(whole)
+    response = await begin(http, told)
+    if http.path.endswith("completions"):
+        await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+async def begin(http: web.Request, told: list[Json]) -> web.StreamResponse:
+    """Return a stream of which these events have been sent."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(http)
     for event in told:
         name = f"event: {event['type']}\n" if "type" in event else ""
         await response.write(f"{name}data: {json.dumps(event)}\n\n".encode())
-    if http.path.endswith("completions"):
-        await response.write(b"data: [DONE]\n\n")
     return response
 
 
@@ -131,24 +136,10 @@ async def speaking_fleet() -> AsyncIterator[tuple[Fleet, openai.AsyncOpenAI]]:
             yield f, client
 
 
-CHAT: Any = [
-    {
-        "role": "user",
-        "content": [
-            {"type": "text", "text": "what is this?"},
-            {"type": "image_url", "image_url": {"url": data_url(PNG)}},
-        ],
-    }
-]
-INPUT: Any = [
-    {
-        "role": "user",
-        "content": [
-            {"type": "input_text", "text": "what is this?"},
-            {"type": "input_image", "image_url": data_url(PNG), "detail": "auto"},
-        ],
-    }
-]
+CHAT: Any = chat(picture(PNG))["messages"]
+INPUT_IMAGE = {"type": "input_image", "image_url": data_url(PNG), "detail": "auto"}
+QUESTION = {"type": "input_text", "text": "what is this?"}
+INPUT: Any = [{"role": "user", "content": [QUESTION, INPUT_IMAGE]}]
 
 
 async def test_openais_client_completes_and_chats() -> None:
@@ -193,11 +184,8 @@ async def test_openais_client_understands_the_errors() -> None:
             await client.completions.create(model="m", prompt="hi")
 
 
-IMAGE: Any = {
-    "type": "image",
-    "source": {"type": "base64", "media_type": "image/png", "data": data_url(PNG).split(",")[1]},
-}
-TALK: Any = [{"role": "user", "content": [{"type": "text", "text": "what is this?"}, IMAGE]}]
+SOURCE = {"type": "base64", "media_type": "image/png", "data": data_url(PNG).split(",")[1]}
+TALK: Any = chat({"type": "image", "source": SOURCE})["messages"]
 
 
 @asynccontextmanager
@@ -227,12 +215,8 @@ async def test_anthropics_client_understands_the_errors() -> None:
             await client.messages.create(model="n", max_tokens=5, messages=TALK)
         assert caught.value.type == "not_found_error"
 
-        async def breaking(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-            await response.prepare(http)
-            for event in messages(body)[1][:3]:
-                text = f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
-                await response.write(text.encode())
+        async def breaking(http: web.Request, body: Json) -> web.StreamResponse:
+            response = await begin(http, messages()[1][:3])
             assert http.transport is not None
             http.transport.close()
             return response

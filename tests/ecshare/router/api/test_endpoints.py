@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The endpoints besides chat completions: what each stage is sent, and what the client gets."""
 
-import asyncio
 import base64
 import json
 from collections.abc import Callable
@@ -28,9 +27,9 @@ from tests.ecshare.router.fake_engine import (
     failing,
     fleet,
     hang_up,
-    listening,
     picture,
 )
+from tests.ecshare.router.media.fake_media import media_server
 
 COMPLETIONS, RESPONSES, MESSAGES = "/v1/completions", "/v1/responses", "/v1/messages"
 UUID = identity("image", data_url(PNG))
@@ -203,6 +202,10 @@ async def test_a_picture_in_a_tools_answer_is_one_too() -> None:
         result = {"type": "tool_result", "tool_use_id": "t", "content": [block()]}
         await served(f, MESSAGES, message(result), "encode,prefill,decode")
         assert f.p.bodies[1]["messages"] == message(result)["messages"]
+        # vLLM looks no deeper.
+        deeper = result | {"content": [block("AAAA")]}
+        nested = result | {"content": [deeper]}
+        await served(f, MESSAGES, message(nested), "prefill,decode")
 
 
 async def test_a_picture_of_a_message_keeps_vllms_own_name() -> None:
@@ -219,12 +222,7 @@ async def test_a_picture_of_a_message_keeps_vllms_own_name() -> None:
 
 
 async def test_engines_fetch_no_urls() -> None:
-    async def image(http: web.Request) -> web.Response:
-        return web.Response(body=PNG)
-
-    app = web.Application()
-    app.router.add_get("/a.png", image)
-    async with listening(app) as host, fleet(allow_media_networks=LOOPBACK) as f:
+    async with media_server() as host, fleet(allow_media_networks=LOOPBACK) as f:
         url = host + "/a.png"
         inline = "data:application/octet-stream;base64," + BASE64
         await served(f, RESPONSES, response(input_image(url)), "encode,prefill,decode")
@@ -272,9 +270,7 @@ async def test_a_known_image_is_fetched_at_once_where_its_bytes_are_needed() -> 
             status=statuses[-1], body=b"" if has_it else PNG, headers={"ETag": '"a"'}
         )
 
-    app = web.Application()
-    app.router.add_get("/a.png", image)
-    async with listening(app) as host, fleet(allow_media_networks=LOOPBACK) as f:
+    async with media_server(image) as host, fleet(allow_media_networks=LOOPBACK) as f:
         for stages in ("encode,prefill,decode", "prefill,decode"):
             await served(f, RESPONSES, response(input_image(host + "/a.png")), stages)
         assert statuses == [200, 200]
@@ -308,15 +304,6 @@ async def test_if_encode_fails_decode_does_it_all(path: str, body: dict[str, Any
         await served(f, path, body, "decode")
         assert f.p.bodies == []
         assert not any(name.endswith("transfer_params") for name in f.d.bodies[0])
-
-
-@every_endpoint
-async def test_a_stream_is_passed_on_byte_by_byte(path: str) -> None:
-    async with fleet() as f:
-        answer, content = await f.post(BODIES[path](stream=True), path=path)
-        assert answer.headers["Content-Type"].startswith("text/event-stream")
-        assert content == b"".join(EVENTS)
-        assert f.p.bodies[0]["stream"] is False
 
 
 def openai_error(content: bytes) -> str:
@@ -394,80 +381,30 @@ async def test_a_refusal_of_encode_is_restated_for_anthropics_clients() -> None:
         assert "engine says no" in content.decode()
         answer, content = await f.post(response(input_image()), path=RESPONSES)
         assert json.loads(content) == {"error": {"message": "engine says no"}}
+        own = {"type": "error", "error": {"type": "engines_own", "message": "no"}}
+
+        async def refusing(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            return web.json_response(own, status=400)
+
+        f.p.answer = refusing
+        answer, content = await f.post(message(), path=MESSAGES)
+        assert json.loads(content) == own
 
 
-def events(*names: str) -> bytes:
-    shown = (
-        {"type": name, "error": {"message": "no"}} if name == "error" else {"type": name}
-        for name in names
-    )
-    return b"".join(
-        f"event: {each['type']}\ndata: {json.dumps(each)}\n\n".encode() for each in shown
-    )
+async def test_a_stream_that_begins_with_an_error_is_begun_elsewhere() -> None:
+    begun = {"type": "message_start"}, {"type": "error", "error": {"message": "no"}}
+    content = "".join(f"event: {each['type']}\ndata: {json.dumps(each)}\n\n" for each in begun)
 
+    async def broken(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.Response(text=content, content_type="text/event-stream")
 
-def streamed(content: bytes) -> Answer:
-    async def answer(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        return web.Response(body=content, headers={"Content-Type": "text/event-stream"})
-
-    return answer
-
-
-@pytest.mark.parametrize(
-    ("path", "failure"),
-    [
-        (COMPLETIONS, b'data: {"error": {"message": "no", "code": 500}}\n\n'),
-        (RESPONSES, events("response.created", "response.in_progress", "response.failed")),
-        (RESPONSES, events("response.created", "error")),
-        (MESSAGES, events("message_start", "ping", "error")),
-    ],
-)
-async def test_a_stream_that_begins_with_an_error_is_begun_elsewhere(
-    path: str, failure: bytes
-) -> None:
     async with fleet(num_d=2) as f:
-        await f.post(BODIES[path](), path=path)  # which asks for the models too
-        (broken,) = (each for each in f.decoders if f.is_next(each))
-        broken.bodies.clear()
-        broken.answer = streamed(failure)
-        _, content = await f.post(BODIES[path](stream=True), path=path)
-        assert content == b"".join(EVENTS)
-        assert broken.bodies
-
-
-@pytest.mark.parametrize(
-    ("path", "first"),
-    [
-        (COMPLETIONS, b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n'),
-        (RESPONSES, events("response.created", "response.output_item.added")),
-        (MESSAGES, events("message_start", "content_block_start")),
-    ],
-)
-async def test_the_first_token_is_not_held_back(path: str, first: bytes) -> None:
-    async def stalling(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(http)
-        await response.write(first)
-        assert (await http.read()) is not None
-        await left.wait()
-        return response
-
-    left = asyncio.Event()
-    async with fleet() as f:
-        f.d.answer = stalling
-        body = json.dumps(BODIES[path](stream=True))
-        async with asyncio.timeout(10), f.client.post(f.url + path, data=body) as answer:
-            assert await answer.content.readexactly(len(first)) == first
-            left.set()
-
-
-@pytest.mark.parametrize("field", ["previous_response_id", "background"])
-async def test_responses_are_not_kept(field: str) -> None:
-    async with fleet() as f:
-        answer, content = await f.post(response(**{field: "x"}), path=RESPONSES)
-        assert answer.status == 400
-        assert json.loads(content)["error"]["param"] == field
-        assert f.p.bodies == f.d.bodies == []
+        await f.post(message(), path=MESSAGES)  # which asks for the models too
+        (first,) = (each for each in f.decoders if f.is_next(each))
+        first.bodies.clear()
+        first.answer = broken
+        assert (await f.post(message(stream=True), path=MESSAGES))[1] == b"".join(EVENTS)
+        assert first.bodies
 
 
 @pytest.mark.parametrize("path", PASSED_ON)
@@ -539,6 +476,10 @@ async def test_a_clients_name_is_replaced() -> None:
         (RESPONSES, {"input": input_image("")}, "input"),
         (RESPONSES, response({"type": "video_url", "video_url": "data:,"}), "input[0].content[1]"),
         (RESPONSES, {"input": [{"output": SCREENSHOT}]}, "input[0].output"),
+        (RESPONSES, response(previous_response_id="x"), "previous_response_id"),
+        (RESPONSES, response(background=True), "background"),
+        (CHAT, chat({"type": "image_url"}), "messages[0].content[1]"),
+        (CHAT, {"messages": "hello"}, "messages"),
         (MESSAGES, {"messages": []}, "messages"),
         (MESSAGES, {"messages": ["a"]}, "messages[0]"),
         (MESSAGES, {"messages": [{"content": "a"}]}, "messages[0].role"),
@@ -555,10 +496,3 @@ async def test_malformed_requests_are_refused(path: str, body: dict[str, Any], p
         error = json.loads(content)["error"]
         assert path == MESSAGES or error["param"] == param
         assert f.e.bodies == f.p.bodies == f.d.bodies == []
-
-
-async def test_decode_alone_without_the_other_stages() -> None:
-    async with fleet(num_e=0, num_p=0) as f:
-        for path, make in BODIES.items():
-            await served(f, path, make(), "decode")
-        assert f.d.paths == list(BODIES)

@@ -3,8 +3,8 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
@@ -73,15 +73,12 @@ async def name_server(known: Mapping[str, Sequence[str]]) -> AsyncIterator[NameS
         transport.close()
 
 
-@contextmanager
-def _asked_by(monkeypatch: pytest.MonkeyPatch, server: NameServer) -> Iterator[None]:
-    with monkeypatch.context() as patch:
-        patch.setattr(fetcher, "MediaNames", partial(MediaNames, servers=[server.address]))
-        yield
-
-
 @asynccontextmanager
-async def asked_by(monkeypatch: pytest.MonkeyPatch, server: NameServer) -> AsyncIterator[None]:
-    """Have routers that start in the block ask this server for names of media's hosts."""
-    with _asked_by(monkeypatch, server):
-        yield
+async def routers_ask(
+    monkeypatch: pytest.MonkeyPatch, known: Mapping[str, Sequence[str]]
+) -> AsyncIterator[NameServer]:
+    """Serve the names; routers that start in the block ask for those of media's hosts."""
+    async with name_server(known) as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(fetcher, "MediaNames", partial(MediaNames, servers=[server.address]))
+            yield server

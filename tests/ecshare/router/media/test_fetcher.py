@@ -7,7 +7,7 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from ipaddress import ip_network
 from typing import Any
@@ -19,37 +19,18 @@ from ecshare import __version__
 from ecshare.router.media import places
 from ecshare.router.types import Stage
 from tests.ecshare.router.fake_engine import (
-    LOOPBACK,
     PNG,
     Fleet,
     chat,
     fleet,
-    listening_on,
     picture,
 )
-from tests.ecshare.router.media.fake_names import SILENT, asked_by, name_server
+from tests.ecshare.router.media.fake_media import at, served
+from tests.ecshare.router.media.fake_names import SILENT, routers_ask
 from tests.ecshare.router.stages.test_encoded import media_of
 from tests.waiting import until
 
-Serve = Callable[[web.Request], Any]
 MIB = 1024 * 1024
-SOON_S = 5.0
-
-
-def at(*urls: str) -> dict[str, Any]:
-    return chat(*({"type": "image_url", "image_url": {"url": url}} for url in urls))
-
-
-@asynccontextmanager
-async def served(serve: Serve, **options: Any) -> AsyncIterator[tuple[Fleet, str]]:
-    """A D behind a router, and a server of media; yields the server's url."""
-    app = web.Application()
-    app.router.add_get("/{name}", serve)
-    async with (
-        listening_on(web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)) as url,
-        fleet(0, 0, **{"allow_media_networks": LOOPBACK, **options}) as f,
-    ):
-        yield f, url
 
 
 def got(f: Fleet) -> bytes:
@@ -98,12 +79,11 @@ async def test_what_is_packed_is_unpacked(packing: str, packed: bytes) -> None:
 
 async def test_what_cannot_be_unpacked_does_not_reach_an_engine() -> None:
     async def serve(http: web.Request) -> web.StreamResponse:
-        is_odd = http.path == "/odd"
-        return web.Response(body=PNG, headers={"Content-Encoding": "rot13" if is_odd else "gzip"})
+        return web.Response(body=PNG, headers={"Content-Encoding": http.match_info["name"]})
 
     async with served(serve) as (f, url):
-        assert (await f.post(at(url + "/odd")))[0].status == 422
-        assert (await f.post(at(url + "/broken")))[0].status == 502
+        assert (await f.post(at(url + "/rot13")))[0].status == 422
+        assert (await f.post(at(url + "/gzip")))[0].status == 502
         assert not f.d.bodies
 
 
@@ -154,19 +134,6 @@ async def test_every_success_with_a_body_is_one(status: int) -> None:
         assert got(f) == PNG
 
 
-async def test_clients_try_again_what_may_pass_and_learn_the_status_of_what_does_not() -> None:
-    async def serve(http: web.Request) -> web.StreamResponse:
-        return web.Response(status=int(http.match_info["name"]))
-
-    async with served(serve) as (f, url):
-        response, body = await f.post(at(url + "/503"))
-        assert (response.status, response.headers["Retry-After"]) == (502, "2")
-        assert "503" not in json.loads(body)["error"]["message"]
-        response, body = await f.post(at(url + "/404"))
-        assert (response.status, response.headers.get("Retry-After")) == (422, None)
-        assert "404" in json.loads(body)["error"]["message"]
-
-
 class Silent:
     """Media whose server never answers, but for /picture."""
 
@@ -200,14 +167,6 @@ async def in_the_way(f: Fleet, *bodies: dict[str, Any]) -> AsyncIterator[list[as
         await asyncio.gather(*asked, return_exceptions=True)
 
 
-async def test_a_request_downloads_a_few_media_at_once() -> None:
-    silent = Silent()
-    async with served(silent.serve) as (f, url), in_the_way(f, at(*urls(url, 64))):
-        await until(lambda: len(silent.open) == 8)
-        assert (await f.post(at(url + "/picture")))[0].status == 200
-        assert len(silent.open) == 8
-
-
 async def test_a_host_leaves_half_of_what_is_free_to_others() -> None:
     """The one that is beyond is told so; those before it go on."""
     silent = Silent()
@@ -229,27 +188,11 @@ async def test_a_host_leaves_half_of_what_is_free_to_others() -> None:
         assert (await f.health())[1]["downloads"]["refused"] == 1
 
 
-async def test_while_places_are_scarce_requests_have_one_each() -> None:
-    silent = Silent()
-    async with (
-        served(silent.serve, max_connections=16) as (f, url),
-        in_the_way(f, at(*urls(url, 8, "a"))),
-    ):
-        await until(lambda: len(silent.open) == 8)
-        other = url.replace("127.0.0.1", "localhost")
-        async with in_the_way(f, at(*urls(other, 8, "b")), at(*urls(other, 8, "c"))):
-            # The first takes what makes them scarce. Then each has one, whatever it waits for.
-            await until(lambda: len(silent.open) == 10)
-            for _ in range(2):
-                assert (await f.post(at(other + "/picture")))[0].status == 200
-            assert len(silent.open) == 10
-
-
 async def test_a_place_is_free_when_its_request_ends() -> None:
     silent = Silent()
     async with served(silent.serve, max_connections=16) as (f, url):
         for _ in range(3):
-            async with in_the_way(f, at(*urls(url, 8))):
+            async with in_the_way(f, at(*urls(url, 64))):
                 await until(lambda: len(silent.open) == 8)
             await until(lambda: not silent.open)
         assert (await f.post(at(url + "/picture")))[0].status == 200
@@ -262,8 +205,7 @@ async def test_slow_downloads_end_where_others_need_their_places(
     silent = Silent()
     hosts = [f"h{n}.example" for n in range(17)]
     async with (
-        name_server({host: ["127.0.0.1"] for host in hosts}) as server,
-        asked_by(monkeypatch, server),
+        routers_ask(monkeypatch, {host: ["127.0.0.1"] for host in hosts}),
         served(silent.serve, max_connections=16) as (f, url),
     ):
         *bad, good = (url.replace("127.0.0.1", host) for host in hosts)
@@ -288,8 +230,7 @@ async def test_beside_silent_names_all_others_are_served(monkeypatch: pytest.Mon
     silent = Silent()
     names = [f"http://h{n}.{SILENT}/a" for n in range(64)]
     async with (
-        name_server({"a.example": ["127.0.0.1"]}) as server,
-        asked_by(monkeypatch, server),
+        routers_ask(monkeypatch, {"a.example": ["127.0.0.1"]}) as server,
         served(silent.serve) as (f, url),
         in_the_way(f, at(*names)) as asked,
     ):
@@ -359,8 +300,7 @@ async def proxied(
             "direct.example": ["127.0.0.1"],
         }
         async with (
-            name_server(known) as names,
-            asked_by(monkeypatch, names),
+            routers_ask(monkeypatch, known),
             fleet(0, 0, **{"allow_media_networks": (ip_network("192.0.2.0/24"),), **options}) as f,
         ):
             yield f, forward
@@ -428,11 +368,8 @@ async def test_engines_are_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch
 async def test_a_proxy_of_another_kind_is_ignored_in_one_line_of_the_log(
     proxy: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def serve(http: web.Request) -> web.StreamResponse:
-        return web.Response(body=PNG)
-
     monkeypatch.setenv("http_proxy", proxy)
-    async with served(serve) as (f, url):
+    async with served() as (f, url):
         assert (await f.post(at(url + "/a")))[0].status == 200
     assert "http_proxy is ignored" in caplog.text
     assert "secret" not in caplog.text

@@ -28,14 +28,13 @@ from tests.ecshare.router.fake_engine import (
     failing,
     fleet,
     hang_up,
-    listening,
     picture,
 )
+from tests.ecshare.router.media.fake_media import media_server
 from tests.ecshare.router.stages.test_encoded import media_of
 from tests.waiting import until
 
 ALL = "encode,prefill,decode"
-SOON_S = 5.0
 ETAG = {"ETag": '"one"'}
 OLD = {"Last-Modified": "Mon, 03 Nov 2025 10:00:00 GMT", "Date": "Mon, 03 Nov 2025 10:01:00 GMT"}
 
@@ -76,12 +75,19 @@ class Host:
 
 
 @asynccontextmanager
+async def known() -> AsyncIterator[tuple[Fleet, Host]]:
+    """A picture that the router has fetched once, and that has not changed since."""
+    async with hosted(headers=ETAG) as (f, host):
+        await f.post(host.body())
+        host.is_unchanged = True
+        yield f, host
+
+
+@asynccontextmanager
 async def hosted(**options: Any) -> AsyncIterator[tuple[Fleet, Host]]:
-    host = Host(**{name: options.pop(name) for name in ("headers",) if name in options})
-    app = web.Application()
-    app.router.add_get("/{name}", host.serve)
+    host = Host(headers=options.pop("headers", {}))
     async with (
-        listening(app) as host.url,
+        media_server(host.serve) as host.url,
         fleet(allow_media_networks=LOOPBACK, hand_over="after", **options) as f,
     ):
         yield f, host
@@ -117,9 +123,8 @@ async def test_a_validator_is_not_kept_of_where_a_url_leads() -> None:
 
 
 async def test_a_validator_is_not_sent_to_where_a_url_leads() -> None:
-    async with hosted(headers=ETAG) as (f, host):
-        await f.post(host.body())
-        host.is_unchanged, host.content, host.moved_to = True, PNG_2, "/other"
+    async with known() as (f, host):
+        host.content, host.moved_to = PNG_2, "/other"
         await f.post(host.body())
         assert media_of(f.d.bodies[-1])[-1]["uuid"] == identity("image", data_url(PNG_2))
         assert host.conditions == [None, '"one"', None]
@@ -166,9 +171,7 @@ async def test_bytes_that_e_needs_are_fetched_without_a_condition() -> None:
 
 
 async def test_beside_a_new_picture_a_known_one_may_go_without_bytes() -> None:
-    async with hosted(headers=ETAG) as (f, host):
-        await f.post(host.body())
-        host.is_unchanged = True
+    async with known() as (f, host):
         both = host.body()
         both["messages"][0]["content"].append(picture(PNG_2))
         response, _ = await f.post(both)
@@ -178,9 +181,7 @@ async def test_beside_a_new_picture_a_known_one_may_go_without_bytes() -> None:
 
 
 async def test_bytes_are_fetched_when_the_embedding_is_gone() -> None:
-    async with hosted(headers=ETAG) as (f, host):
-        await f.post(host.body())
-        host.is_unchanged = True
+    async with known() as (f, host):
 
         async def lost(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
             return await (failing(500) if len(f.e.bodies) < 2 else decoded)(http, body)
@@ -196,9 +197,8 @@ async def test_bytes_are_fetched_when_the_embedding_is_gone() -> None:
 
 @pytest.mark.parametrize("content", [PNG, PNG_2])
 async def test_bytes_are_fetched_when_decode_answers_alone(content: bytes) -> None:
-    async with hosted(headers=ETAG) as (f, host):
-        await f.post(host.body())
-        host.is_unchanged, host.content = True, content
+    async with known() as (f, host):
+        host.content = content
         f.p.answer = hang_up
         response, _ = await f.post(host.body())
         assert (response.status, response.headers["x-ecshare-path"]) == (200, "decode")
@@ -208,9 +208,7 @@ async def test_bytes_are_fetched_when_decode_answers_alone(content: bytes) -> No
 
 
 async def test_bytes_that_are_gone_when_they_are_needed_are_named() -> None:
-    async with hosted(headers=ETAG) as (f, host):
-        await f.post(host.body())
-        host.is_unchanged = True
+    async with known() as (f, host):
         f.p.answer = hang_up
         host.content = b""
         response, body = await f.post(host.body())

@@ -34,7 +34,7 @@ class Slow:
 
     def begin(self, *hosts: str) -> None:
         for host in hosts:
-            place = self.places.place(partial(self.ended.append, host))
+            place = Place(self.places, partial(self.ended.append, host))
             self.held[host] = self._stack.enter_context(place)
             self.held[host].take(host)
 
@@ -76,7 +76,7 @@ def test_a_single_place_can_be_taken() -> None:
 
 def test_a_place_changes_its_owner_and_is_free_in_the_end() -> None:
     places = Places(8)
-    with places.place(never) as place:
+    with Place(places, never) as place:
         for owner in "aab":
             place.take(owner)
             assert (place.owner, places.num_used) == (owner, 1)
@@ -86,7 +86,7 @@ def test_a_place_changes_its_owner_and_is_free_in_the_end() -> None:
 
 def test_a_place_that_finds_no_new_one_is_free() -> None:
     places = Places(4)
-    with places.place(never) as place:
+    with Place(places, never) as place:
         place.take("a")
         fill(places, "b"), fill(places, "c"), fill(places, "d")
         with pytest.raises(FullError):
@@ -114,12 +114,9 @@ async def test_a_request_has_a_few_turns_at_once_and_one_while_places_are_scarce
         assert num_done(asked) == 8
         for each in asked:
             each.cancel()
-    others = ["a", "b"]
-    for owner in others:
-        fill(places, owner)
-    scarce = Turns(places)
+    fill(places, "a"), fill(places, "b")
     async with AsyncExitStack() as stack:
-        asked = await begin(scarce, stack, 3)
+        asked = await begin(Turns(places), stack, 3)
         assert num_done(asked) == 1
         for each in asked:
             each.cancel()

@@ -1,61 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line."""
+"""Options: of the command line, the environment and files."""
 
+from collections.abc import Callable, Sequence
 from ipaddress import ip_network
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ecshare.router.options.arguments import parse_arguments
 from ecshare.router.options.config import RouterConfig
 
+ENGINES = ["--decoder", "http://d:3"]
+OPTION = "ECSHARE_ROUTER_OPTION_"
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Return what is said of options that are wrong."""
+
+    def said(arguments: Sequence[str], **environment: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            parse_arguments(arguments, environment=environment)
+        assert ended.value.code == 2
+        return capsys.readouterr().err
+
+    return said
+
 
 def test_every_option_arrives() -> None:
     line = (
         "--encoder http://e1:1 --encoder http://e2:1/ --prefiller https://p/base "
-        "--decoder http://d:3 "
-        "--host 0.0.0.0 --port 9 --max-body-mb 0.5 --max-media-mb 2 --max-items 3 "
-        "--max-in-flight-mb 9 --max-connections 7 --client-timeout-s 1.5 "
-        "--allow-media-domain Example.org --allow-media-network 10.0.0.0/8 "
-        "--allow-media-network fd00::1 --timeout-s 30 --stage-timeout-s 4.5 "
-        "--first-byte-timeout-s 9 --media-timeout-s 2 --cool-down-s 1 --access-log "
-        "--hand-over after --max-index-mb 2 "
-        "--prefill always --max-new-tokens 0 --when-overloaded decode --retry-share 0 "
-        "--max-encodes 1 --max-prefills 2 --max-decodes 3 --drain-s 0.5 --balance load "
-        "--adapter-encoders base"
+        "--decoder http://d:3 --allow-media-domain Example.org --allow-media-network 10.0.0.0/8 "
+        "--allow-media-network fd00::1 --max-body-mb 0.5 --max-media-mb 2 --max-in-flight-mb 9 "
+        "--max-index-mb 2 --access-log"
     )
-    assert parse_arguments(line.split()) == RouterConfig(
+    same: dict[str, Any] = {  # under the field's own name
+        "host": "0.0.0.0", "port": 9, "max_items": 3, "max_connections": 7, "timeout_s": 30.0,
+        "client_timeout_s": 1.5, "first_byte_timeout_s": 9.0, "stage_timeout_s": 4.5,
+        "media_timeout_s": 2.0, "cool_down_s": 1.0, "drain_s": 0.5, "hand_over": "after",
+        "prefill": "always", "max_new_tokens": 0, "when_overloaded": "decode", "retry_share": 0.0,
+        "max_encodes": 1, "max_prefills": 2, "max_decodes": 3, "balance": "load",
+        "adapter_encoders": "base",
+    }  # fmt: skip
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in same.items()]
+    assert parse_arguments([*line.split(), *words]) == RouterConfig(
         encoders=("http://e1:1", "http://e2:1"),
         prefillers=("https://p/base",),
         decoders=("http://d:3",),
-        host="0.0.0.0",
-        port=9,
-        max_body_bytes=512 * 1024,
-        max_media_bytes=2 * 1024 * 1024,
-        max_items=3,
-        max_in_flight_bytes=9 * 1024 * 1024,
-        max_connections=7,
-        client_timeout_s=1.5,
         allow_media_domains=("example.org",),
         allow_media_networks=(ip_network("10.0.0.0/8"), ip_network("fd00::1/128")),
-        timeout_s=30.0,
-        first_byte_timeout_s=9.0,
-        stage_timeout_s=4.5,
-        media_timeout_s=2.0,
-        cool_down_s=1.0,
-        access_log=True,
-        hand_over="after",
+        max_body_bytes=512 * 1024,
+        max_media_bytes=2 * 1024 * 1024,
+        max_in_flight_bytes=9 * 1024 * 1024,
         max_index_bytes=2 * 1024 * 1024,
-        prefill="always",
-        max_new_tokens=0,
-        when_overloaded="decode",
-        retry_share=0.0,
-        max_encodes=1,
-        max_prefills=2,
-        max_decodes=3,
-        drain_s=0.5,
-        balance="load",
-        adapter_encoders="base",
+        access_log=True,
+        **same,
     )
 
 
@@ -78,39 +79,48 @@ def test_the_defaults_are_the_structs() -> None:
         ("--decoder http://a..b:80", "must look like http://host:port"),
         (f"--decoder http://{'d' * 64}", "must look like http://host:port"),
         ("--decoder dns+http://.d", "must look like http://host:port"),
-        ("--decoder http://d --port 0", "--port: '0' must be a whole number from 1 to 65535"),
-        ("--decoder http://d --port x", "--port: 'x' must be a whole number from 1 to 65535"),
-        ("--decoder http://d --timeout-s 0", "--timeout-s: '0' must be a number above 0"),
-        ("--decoder http://d --timeout-s nan", "--timeout-s: 'nan' must be a number above 0"),
-        ("--decoder http://d --timeout-s x", "--timeout-s: 'x' must be a number above 0"),
-        ("--decoder http://d --max-items 0", "--max-items: '0' must be a whole number of at"),
-        ("--decoder http://d --max-items x", "--max-items: 'x' must be a whole number of at"),
-        (
-            "--decoder http://d --otlp-traces-endpoint collector.example:4317",
-            "--otlp-traces-endpoint: 'collector.example:4317' must look like http://host:4317",
-        ),
-        (
-            "--decoder http://d --allow-media-network x",
-            "--allow-media-network: 'x' must be a network like 10.0.0.0/8",
-        ),
-        (
-            "--decoder http://d --allow-media-network 10.0.0.1/8",
-            "--allow-media-network: '10.0.0.1/8' must be a network like 10.0.0.0/8",
-        ),
-        ("--decoder http://d --retry-share 2", "--retry-share: '2' must be a number from 0 to 1"),
-        ("--decoder http://d --retry-share nan", "'nan' must be a number from 0 to 1"),
-        ("--decoder http://d --max-decodes -1", "'-1' must be a whole number of at least 0"),
         ("--decoder http://d --encode http://e", "unrecognized arguments"),
-        ("--decoder http://d --hand-over never", "--hand-over: invalid choice: 'never'"),
+        (
+            "--decoder http://d --decoder http://d/",
+            "argument --decoder: http://d is already in --decoder; name each engine once",
+        ),
+        ("--encoder http://d --decoder http://D:80/v1", "http://d is already in --encoder"),
+        (
+            "--encoder http://e --prefiller http://e --decoder http://d",
+            "argument --prefiller: http://e is already in --encoder; name each engine once",
+        ),
     ],
 )
 def test_a_senseless_command_line_is_refused_with_the_reason(
-    line: str, message: str, capsys: pytest.CaptureFixture[str]
+    line: str, message: str, refused: Refused
 ) -> None:
-    with pytest.raises(SystemExit) as caught:
-        parse_arguments(line.split())
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in refused(line.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "reason"),
+    [
+        ("port", "0 x 65536", "a whole number from 1 to 65535"),
+        ("timeout-s", "0 nan x", "a number above 0 and below 1e9"),
+        ("max-items", "0 x", "a whole number of at least 1"),
+        ("max-decodes", "-1 x", "a whole number of at least 0"),
+        ("retry-share", "2 nan x", "a number from 0 to 1"),
+        ("hand-over", "never", "one of streamed, after"),
+        ("allow-media-network", "x 10.0.0.1/8", "a network like 10.0.0.0/8 or fd00::/8, or one"),
+        ("forward-header", "Host a:b", "the name of a header that does not belong to"),
+    ],
+)
+def test_a_value_that_is_none_is_refused(
+    name: str, values: str, reason: str, refused: Refused
+) -> None:
+    for value in values.split():
+        said = refused([*ENGINES, f"--{name}", value])
+        assert f"argument --{name}: {value!r} must be {reason}" in said
+
+
+def test_a_collector_is_named_by_its_url(refused: Refused) -> None:
+    said = refused([*ENGINES, "--otlp-traces-endpoint", "collector.example:4317"])
+    assert "argument --otlp-traces-endpoint: 'collector.example:4317' must look like http:" in said
 
 
 @pytest.mark.parametrize(
@@ -132,32 +142,6 @@ def test_an_engines_url_is_its_base(given: str, understood: str) -> None:
     assert parse_arguments(["--decoder", given]).decoders == (understood,)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (
-            "--decoder http://d --decoder http://d/",
-            "argument --decoder: http://d is already given as --decoder; name each engine once",
-        ),
-        (
-            "--encoder http://d --decoder http://D:80/v1",
-            "argument --decoder: http://d is already given as --encoder; name each engine once",
-        ),
-        (
-            "--encoder http://e --prefiller http://e --decoder http://d",
-            "argument --prefiller: http://e is already given as --encoder; name each engine once",
-        ),
-    ],
-)
-def test_an_engine_that_is_given_twice_is_refused(
-    line: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        parse_arguments(line.split())
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 def test_help_is_printable(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_arguments(["--help"])
@@ -167,30 +151,20 @@ def test_help_is_printable(capsys: pytest.CaptureFixture[str]) -> None:
     assert "[]" not in said
 
 
-def test_engines_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_engines_come_from_a_file(tmp_path: Path, refused: Refused) -> None:
     path = tmp_path / "engines.json"
     path.write_text('{"decoders": ["http://D:3/", "dns+http://All/v1"], "encoders": ["http://e"]}')
-    assert parse_arguments(["--engines", str(path)]) == RouterConfig(
+    given = ["--engines", str(path)]
+    assert parse_arguments(given) == RouterConfig(
         encoders=("http://e",), decoders=("http://d:3", "dns+http://all"), engines_file=path
     )
-    for more, message in (
-        (["--decoder", "http://d"], "--engines: the file names all engines; give no others"),
-        (["--encoder", "http://d"], "--engines: the file names all engines; give no others"),
-    ):
-        with pytest.raises(SystemExit):
-            parse_arguments(["--engines", str(path), *more])
-        assert message in capsys.readouterr().err
+    for stage in ("--decoder", "--encoder"):
+        message = "--engines: the file names all engines; give no others"
+        assert message in refused([*given, stage, "http://d"])
     path.write_text('{"decoders": [{"url": "http://D:3/", "models": ["m"]}]}')
-    assert parse_arguments(["--engines", str(path)]).decoders == ("http://d:3",)
+    assert parse_arguments(given).decoders == ("http://d:3",)
     path.write_text('{"decoders": 5}')
-    with pytest.raises(SystemExit) as ended:
-        parse_arguments(["--engines", str(path)])
-    assert ended.value.code == 2
-    assert "argument --engines: " in capsys.readouterr().err
-
-
-ENGINES = ["--decoder", "http://d:3"]
-OPTION = "ECSHARE_ROUTER_OPTION_"
+    assert "argument --engines: " in refused(given)
 
 
 def test_options_come_from_a_file_the_environment_and_the_command_line(tmp_path: Path) -> None:
@@ -238,16 +212,13 @@ def test_values_given_once_replace_those_of_a_file(tmp_path: Path) -> None:
         ("ACCESS_LOG", "yes", "ACCESS_LOG: 'yes' must be true or false"),
         ("STATUS_KEY", "the key itself", "STATUS_KEY: a key is given as env:NAME or file:"),
         ("CONFIG", "/router.toml", "CONFIG: the router has no option 'config'"),
-        ("ENCODER", "http://d:3", "http://d:3 is already given as --encoder"),
+        ("ENCODER", "http://d:3", "http://d:3 is already in --encoder"),
     ],
 )
 def test_wrong_variable_is_refused_with_the_reason(
-    name: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
+    name: str, value: str, message: str, refused: Refused
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        parse_arguments(ENGINES, environment={OPTION + name: value})
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
+    said = refused(ENGINES, **{OPTION + name: value})
     assert message in said
     assert "the key itself" not in said
 
@@ -264,18 +235,15 @@ def test_wrong_variable_is_refused_with_the_reason(
         (b"port = ", "router.toml is no TOML: "),
         (b"\xff", "router.toml is no TOML: "),
         (b"a = " + b"[" * 5000, "router.toml is no TOML: "),
-        (b"#" * (1 << 20) + b"#", "router.toml has more than 1048576 bytes"),
+        (b"#" * (1 << 20) + b"#", "router.toml: it is larger than 1048576 bytes"),
         (None, "router.toml cannot be read: No such file or directory"),
     ],
     ids=range(11),
 )
 def test_wrong_file_of_options_is_refused_with_the_reason(
-    content: bytes | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: bytes | None, message: str, tmp_path: Path, refused: Refused
 ) -> None:
     path = tmp_path / "router.toml"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(SystemExit) as ended:
-        parse_arguments([*ENGINES, "--config", str(path)], environment={})
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in refused([*ENGINES, "--config", str(path)])

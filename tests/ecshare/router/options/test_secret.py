@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key that /health is asked with."""
+"""The keys of /health and of engines behind a gate: where they come from, who is shown them."""
 
 from pathlib import Path
 
@@ -7,10 +7,11 @@ import pytest
 
 from ecshare.router.options.arguments import parse_arguments
 from ecshare.router.options.secret import Secret
-from ecshare.router.options.values import key
-from tests.ecshare.router.fake_engine import STATUS_KEY, fleet
+from ecshare.store.integrity import TOKEN_HEADER, router_token
+from tests.ecshare.router.fake_engine import PNG, STATUS_KEY, chat, fleet, picture
 
 KEY = "0123456789abcdef" * 2
+TOKEN = router_token(KEY.encode())
 LOAD = {"answered", "fallbacks"}
 
 
@@ -39,20 +40,6 @@ async def test_without_a_key_there_is_nothing_to_guess() -> None:
             assert not (await f.health(key))[1].keys() & LOAD
 
 
-def test_key_from_the_environment_may_end_in_a_newline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OUR_KEY", f"{KEY}\n")
-    assert key("env:OUR_KEY").matches(f"Bearer {KEY}")
-
-
-def test_blanks_do_not_make_a_short_key_long_enough(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PADDED", f"{KEY[:31]}\n")
-    with pytest.raises(SystemExit):
-        parse_arguments(["--decoder", "http://d", "--status-key", "env:PADDED"])
-    assert "env:PADDED holds 31 bytes; a key is 32" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("shown", "is_key"),
     [
@@ -71,15 +58,21 @@ def test_who_shows_it(shown: str | None, is_key: bool) -> None:
     assert Secret(KEY.encode()).matches(shown) is is_key
 
 
-def test_where_it_is_read_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "key"
-    file.write_text(KEY + "\n")
-    monkeypatch.setenv("ROUTER_KEY", KEY)
-    for text in (f"file:{file}", "env:ROUTER_KEY"):
-        arguments = ["--decoder", "http://d", "--status-key", text]
-        config = parse_arguments(arguments)
+def test_keys_come_from_the_environment_or_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "key").write_text(f"{KEY}\n")
+    monkeypatch.setenv("OUR_KEY", KEY)
+    monkeypatch.setenv("WITH_NEWLINE", f"{KEY}\n")
+    decoder, file = ["--decoder", "http://d"], f"file:{tmp_path}/key"
+    for text in (file, "env:OUR_KEY", "env:WITH_NEWLINE"):
+        config = parse_arguments([*decoder, "--status-key", text])
         assert config.status_key is not None
         assert config.status_key.matches(f"Bearer {KEY}")
+        assert KEY not in repr(config)
+    for text in (file, "env:OUR_KEY"):
+        config = parse_arguments([*decoder, "--router-key", text])
+        assert config.router_token == TOKEN
         assert KEY not in repr(config)
 
 
@@ -88,20 +81,33 @@ def test_what_is_no_key_is_refused_without_repeating_it(
 ) -> None:
     (tmp_path / "short").write_text(KEY[:31])
     monkeypatch.setenv("SHORT", "short")
-    for text, reason in (
-        (KEY, "env:NAME or file:/path"),
-        (f"key:{KEY}", "env:NAME or file:/path"),
-        ("env:", "env:NAME or file:/path"),
-        ("env:NOT_SET", "env:NOT_SET holds 0 bytes"),
-        ("env:SHORT", "env:SHORT holds 5 bytes; a key is 32"),
-        (f"file:{tmp_path}/short", "holds 31 bytes"),
-        (f"file:{tmp_path}/none", "cannot be read (No such file"),
-        ("file:a\0b", "cannot be read"),
+    monkeypatch.setenv("PADDED", f"{KEY[:31]}\n")
+    both = ("--status-key", "--router-key")
+    for text, reason, options in (
+        (KEY, "env:NAME or file:/path", both),
+        (f"key:{KEY}", "env:NAME or file:/path", both),
+        ("env:", "env:NAME or file:/path", both),
+        ("env:NOT_SET", "env:NOT_SET holds 0 bytes", both),
+        ("env:SHORT", "env:SHORT holds 5 bytes; a key is 32", both),
+        ("env:PADDED", "env:PADDED holds 31 bytes", both[:1]),  # blanks are not part of it
+        (f"file:{tmp_path}/short", "holds 31 bytes", both),
+        (f"file:{tmp_path}/none", "cannot be read (No such file", both),
+        ("file:a\0b", "cannot be read", both),
     ):
-        for option in ("--status-key", "--router-key"):
+        for option in options:
             with pytest.raises(SystemExit):
                 parse_arguments(["--decoder", "http://d", option, text])
             said = capsys.readouterr().err
             assert f"argument {option}: a key" in said
             assert reason in said
             assert KEY[:31] not in said
+
+
+@pytest.mark.parametrize("token", [TOKEN, ""])
+async def test_every_engine_is_shown_the_routers_token_and_never_a_clients(token: str) -> None:
+    async with fleet(router_token=token) as f:
+        response, _ = await f.post(chat(picture(PNG)), {TOKEN_HEADER: "a client's"})
+        assert response.status == 200
+        assert TOKEN_HEADER not in response.headers
+        for engine in (f.e, f.p, f.d):
+            assert [headers.get(TOKEN_HEADER, "") for headers in engine.headers] == [token]

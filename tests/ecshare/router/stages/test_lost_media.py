@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tests.ecshare.router.api.test_stream_opening import ERROR, ROLE, event
+from tests.ecshare.router.api.test_answer import ERROR, ROLE, event
 from tests.ecshare.router.fake_engine import (
     EVENTS,
     PNG,

@@ -1,17 +1,156 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients are shown of D's answers: usage as before the request, and no transfer params."""
+"""D's answers on their way to clients: how streams begin, and what is shown."""
 
 import asyncio
 import json
 import random
+from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from ecshare.router.api.client_view import ClientView, PrefillUsage
-from ecshare.router.api.dialects import Dialect
+from ecshare.router.api.answer import ClientView, Opening, PrefillUsage, read_opening
+from ecshare.router.api.errors import Dialect
 from tests.ecshare.router.fake_engine import Answer, Held, chat, failing, fleet, hang_up
+
+ROLE = {"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
+TOKEN = {"choices": [{"delta": {"content": "a"}, "finish_reason": None}]}
+ERROR = {"error": {"message": "Internal server error", "code": 500}}
+
+
+def event(content: Any, end: str = "\n\n") -> bytes:
+    return f"data: {json.dumps(content)}{end}".encode()
+
+
+def named(*names: str) -> bytes:
+    """Events of the Responses and the Messages API."""
+    return b"".join(f"event: {name}\n".encode() + event({"type": name}) for name in names)
+
+
+async def read(chunks: AsyncIterator[bytes]) -> tuple[Opening, list[bytes]]:
+    """Return the opening, and what was passed on before it."""
+    idle = []
+
+    async def pass_on(content: bytes) -> None:
+        idle.append(content)
+
+    async with asyncio.timeout(5):
+        return await read_opening(partial(anext, chunks, b""), pass_on), idle
+
+
+async def pieces(*chunks: bytes, is_open: bool = False) -> AsyncIterator[bytes]:
+    for chunk in filter(None, chunks):
+        yield chunk
+    if is_open:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        event(TOKEN),
+        event({"choices": [{"delta": {"role": "assistant", "tool_calls": [{"index": 0}]}}]}),
+        event({"choices": [{"delta": {"role": "assistant"}, "finish_reason": "stop"}]}),
+        event({"choices": []}),
+        event({"choices": [{"delta": 7}]}),
+        event(TOKEN, end="\r\n\r\n"),
+        event(TOKEN, end="\r\r") + b"x",
+        event(TOKEN, end="\r\n\n"),
+        b"event: x\nid: 1\n" + event(TOKEN),
+        b'data: {"choices":\ndata: [{"delta":{"content":"a"}}]}\n\n',
+        b"data: [DONE]\n\n",
+        b"data:\n\n",
+        b"data: \xff\n\n",
+        b"data: " + b"[" * 5000 + b"\n\n",
+        named("response.created", "response.output_item.added"),
+        named("message_start", "content_block_start"),
+    ],
+)
+async def test_an_answer_is_passed_on_with_its_first_event(first: bytes) -> None:
+    for chunks in ([first], [event(ROLE), first], [event(ROLE) + first[:3], first[3:]]):
+        opening, _ = await read(pieces(*chunks, is_open=True))
+        assert (opening.content, opening.error_status) == (b"".join(chunks), None)
+
+
+@pytest.mark.parametrize(
+    ("stream", "status"),
+    [
+        (event(ERROR), 500),
+        (event(ROLE) * 3 + event(ERROR, "\r\n\r\n"), 500),
+        (event(ROLE) + event({"error": {"code": 400}}), 400),
+        (event(ROLE) + event({"error": {}}), 500),
+        *((event(ERROR, end), 500) for end in ("\r\r", "\r\n\r", "\n\r")),  # of the whole stream
+        (named("response.created", "response.in_progress", "response.failed"), 500),
+        (named("message_start", "ping", "error"), 500),
+        (event(TOKEN) + event(ERROR), None),
+    ],
+)
+async def test_an_error_is_seen_before_the_first_token(stream: bytes, status: int | None) -> None:
+    is_open = stream.endswith(b"\n")
+    for chunks in ([stream], [stream[:9], stream[9:]]):
+        opening, _ = await read(pieces(*chunks, is_open=is_open))
+        assert (opening.content, opening.error_status) == (stream, status)
+
+
+async def test_what_ends_or_goes_on_without_an_event_is_passed_on() -> None:
+    for content in (b"", b"no event", event(ROLE)):
+        assert (await read(pieces(content)))[0] == Opening(content)
+    endless, _ = await read(pieces(b"x" * 70_000, is_open=True))
+    assert len(endless.content) == 70_000
+
+
+@pytest.mark.parametrize(
+    "idle",
+    [
+        *(b": keep-alive\n\n", b":\n", b": a\r\n\r\n", b": a\r: b\r\r\n", b"\n\n\r\n"),
+        *(b"retry: 10\n\n", b"id: 1\n\n", b"id: 1\r\nevent: x\r\n: data: no\r\n\r\n"),
+        *(b"data_of_another_name: 1\n\n", b": " + b"x" * 50_000 + b"\n\n"),
+    ],
+)
+async def test_what_is_no_event_is_passed_on_and_is_no_answer(idle: bytes) -> None:
+    single = [idle[at : at + 1] for at in range(len(idle))] if len(idle) < 100 else [idle]
+    for chunks in ([idle], single):
+        opening, passed_on = await read(pieces(*chunks, event(ERROR), is_open=True))
+        assert (b"".join(passed_on) + opening.content) == idle + event(ERROR)
+        assert opening.error_status == 500
+    assert (await read(pieces(idle + event(ERROR))))[0].error_status == 500
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+async def test_it_does_not_matter_how_a_stream_is_cut(end: bytes) -> None:
+    error = [b'data: {"error":', b'data: {"code": 500}}', b"", b""]
+    before = [b": c", event(ROLE, ""), b"", b"id: 1", b"", b": c", b"event: error"]
+    for lines in ([*before, *error], error):
+        stream = end.join(lines)
+        for at in range(1, len(stream)):
+            for size in (1, 2, 7, len(stream)):
+                chunks = stream[:at], stream[at : at + size], stream[at + size :]
+                opening, idle = await read(pieces(*chunks))
+                assert opening.error_status == 500
+                assert b"data" not in b"".join(idle)
+
+
+async def test_comments_do_not_wait_for_what_is_held_back() -> None:
+    """The client gets them at once; the role waits for the token, or for another engine's."""
+    comment = b": keep-alive\n\n"
+    opening, idle = await read(pieces(event(ROLE), comment, comment, event(TOKEN)))
+    assert (idle, opening.content) == ([comment] * 2, event(ROLE) + event(TOKEN))
+    assert await read(pieces(b": a\n", event(TOKEN))) == (Opening(event(TOKEN)), [b": a\n"])
+    within = event(TOKEN, end="\n") + comment[:-1]
+    opening, idle = await read(pieces(within[:-3], within[-3:], b"\n", is_open=True))
+    assert (idle, opening.content) == ([], within + b"\n")
+
+
+async def test_what_is_passed_on_is_bounded() -> None:
+    comment = b": " + b"x" * 1000 + b"\n\n"
+    opening, idle = await read(pieces(*[comment] * 10_000, event(ERROR)))
+    assert opening.error_status == 500
+    assert 60_000 < sum(map(len, idle)) <= 65_536
+    opening, idle = await read(pieces(b":" + b"x" * 70_000, is_open=True))
+    assert (len(opening.content), idle) == (70_001, [])
+
 
 OURS = {"kvshare": {"num_tokens": 39, "size": 1}}
 
@@ -101,8 +240,8 @@ def test_messages_have_no_such_fields(body: bytes, shown: bytes) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        b'{"kv_transfer_params":null,"usage":{"prompt_tokens_details":null}}',
-        b'{"error":{"message":"cached_tokens"}}', b"cached_tokens", b"[1,\"cached_tokens\"]",
+        b'{"kv_transfer_params": null, "usage" :{"prompt_tokens_details":null}}',
+        b'{ "error" : {"message":"cached_tokens"} }', b"cached_tokens", b"[1,\"cached_tokens\"]",
         b'{"usage":[1,"cached_tokens"]}', b'{"usage":null,"a":"cached_tokens"}', b"",
         b'{"message":"cached_tokens"}', b'{"a":' * 2000 + b'"cached_tokens"' + b"}" * 2000,
     ],
@@ -146,8 +285,20 @@ def test_a_line_without_end_is_not_kept() -> None:
     view = ClientView(Dialect.OPENAI, PrefillUsage())
     piece = b"data: " + b"x" * (1 << 20)
     told = [len(view.chunk(piece)) for _ in range(20)]
+    told.append(len(view.end()))
     assert max(told) <= 17 * len(piece)
-    assert sum(told) + len(view.end()) == 20 * len(piece)
+    assert sum(told) == 20 * len(piece)
+
+
+def test_usage_is_what_the_last_of_an_answer_tells() -> None:
+    told = {"usage": {"prompt_tokens": 1}}
+    events: list[Any] = [{"usage": {}}, {"response": told}, {"text": "usage"}]
+    whole, stream = ClientView(), ClientView()
+    whole.whole(compact({"text": "x" * 100_000, **told}))
+    for each in events:
+        stream.chunk(event(each))
+    assert whole.usage() == stream.usage() == told
+    assert ClientView().usage() == {}
 
 
 def answering(usage: Any, **fields: Any) -> Answer:
