@@ -18,7 +18,7 @@ BIN := .venv/bin
 # test, again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test static lint unit packaging engines nightly test-cases test-models test-faults test-gpu test-browser fuzz soak test-matrix constraints docs model-table clean
+.PHONY: help setup demo test static lint unit packaging engines nightly test-cases test-models test-faults test-gpu test-browser fuzz soak test-matrix constraints docs monitoring model-table clean
 help:
 	@echo "make demo [STORE=folder|s3] [MODEL=...]   run encode, prefill and decode engines and compare"
 	@echo "make test                                 lint, unit tests, S3 tests, the wheel, real-engine tests"
@@ -33,6 +33,7 @@ help:
 	@echo "make soak [MINUTES=60]                    a fleet whose parts fail again and again: nothing lost, nothing grows"
 	@echo "make test-matrix [VLLM=...]               what vLLM can break, on each release we serve: hours"
 	@echo "make docs                                 write docs/config.md from the option types"
+	@echo "make monitoring                           write examples/monitoring from the metrics' own tables"
 	@echo "make model-table                          write docs/model-table.md from vLLM's registry: a minute"
 	@echo "make constraints                          write constraints.txt: the versions in .venv"
 	@echo "make setup | clean                        make or remove .venv and .cache"
@@ -130,6 +131,9 @@ constraints: setup
 
 docs: setup
 	$(BIN)/python scripts/write_config_docs.py
+
+monitoring: setup
+	$(BIN)/python scripts/write_monitoring.py
 
 # For the other releases, by their Pythons below .cache/matrix.
 model-table: setup

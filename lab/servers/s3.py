@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real S3 servers on this machine: SeaweedFS and rclone, from wheels that hold the programs."""
 
+import json
 import shutil
 import socket
 import subprocess
@@ -38,9 +39,19 @@ class SeaweedFS(Server):
 
     ready_within_s = 30.0
 
-    def __init__(self, log_dir: str | Path, name: str = "seaweedfs") -> None:
+    def __init__(
+        self,
+        log_dir: str | Path,
+        name: str = "seaweedfs",
+        policies: Mapping[str, str] | None = None,
+    ) -> None:
+        """Prepare the server. `policies`: of further users, who may do what these IAM policies
+        (JSON) allow; by the user's name, which is access key and secret key too."""
         super().__init__(name, log_dir)
         self.folder = Path(tempfile.mkdtemp(prefix="ecshare-s3-"))
+        self._users = self.folder / "users.json" if policies else None
+        if self._users:
+            self._users.write_text(json.dumps(_users(policies or {})))
         self._side_ports = {option: Port() for option in SIDE_PORTS}
         self._side_ports |= dict(
             zip(("admin.port", "admin.port.grpc"), _admin_ports(), strict=True)
@@ -79,6 +90,7 @@ class SeaweedFS(Server):
             *(f"-{option}={port.number}" for option, port in self._side_ports.items()),
             *("-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false", "-admin.ui=false"),
             "-master.telemetry=false",
+            *([f"-s3.config={self._users}"] if self._users else ()),
         ]
 
     def environment(self) -> Mapping[str, str]:
@@ -163,6 +175,20 @@ class Rclone(Server):
         super().stop()
         shutil.rmtree(self.folder, ignore_errors=True)
         self.port.release()
+
+
+def _users(policies: Mapping[str, str]) -> dict[str, Any]:
+    """Return weed's configuration of one user who may do all, and one for each policy."""
+    keys = {ACCESS_KEY: SECRET_KEY} | {name: name for name in policies}
+    more: dict[str, Any] = {name: {"policyNames": [name]} for name in policies}
+    return {
+        "identities": [
+            {"name": name, "credentials": [{"accessKey": name, "secretKey": secret}]}
+            | more.get(name, {"actions": ["Admin"]})
+            for name, secret in keys.items()
+        ],
+        "policies": [{"name": name, "content": text} for name, text in policies.items()],
+    }
 
 
 def _admin_ports() -> tuple[Port, Port]:

@@ -346,6 +346,9 @@ DELETE: dict[str, Fault] = {
     "error-with-200": lambda request: Reply(
         200, f"<DeleteResult>{ERROR.decode()}</DeleteResult>".encode()
     ),
+    "of-another": always(
+        Reply(200, b"<DeleteResult><Error><Key>no</Key><Code>No</Code></Error></DeleteResult>")
+    ),
 }
 
 

@@ -21,6 +21,9 @@ from ecshare.store.statuses import CONFLICTS, Conflict, is_full, may_pass, says_
 T = TypeVar("T")
 
 _LONGEST_SHOWN = 200
+# The class of a failed assertion in obstore, such as when a server names an object to be deleted
+# that it was not asked to delete. It is no Exception, and cannot be imported.
+_PANIC = "PanicException"
 # Parts of obstore's messages for requests that got no answer.
 _NO_ANSWER = re.compile(r"kind: (?:Timeout|Interrupted),|IncompleteMessage")
 _INVALID_KEY = re.compile(
@@ -28,7 +31,11 @@ _INVALID_KEY = re.compile(
 )
 _STATUS = re.compile(r"status code: (\d{3})((?: [A-Za-z-]+)*)")
 _ASKED = re.compile(r"Error performing [A-Z]+ (https?://[^/\s]+)")
-_ANSWER = re.compile(r"<Code>(\w+)</Code>\s*(?:<Message>([^<]{0,300}))?")
+_ANSWER = re.compile(r"<Code>(?P<code>\w+)</Code>\s*(?:<Message>(?P<message>[^<]{0,300}))?")
+# Of one of several objects to be deleted: the request itself was answered 200.
+_KEPT = re.compile(
+    r"DeleteObjects request failed for key \S+ (?P<message>.*) \(code: (?P<code>\w+)\)"
+)
 _DENIED = {
     "AccessDenied", "AccountProblem", "AllAccessDisabled", "ExpiredToken", "InvalidAccessKeyId",
     "InvalidAuthenticationInfo", "InvalidToken", "PublicAccessNotPermitted",
@@ -92,6 +99,10 @@ def mapped_errors(key: str, *, finds: bool = True) -> Iterator[None]:
         yield
     except FOREIGN as exc:
         raise _meant(exc, key, finds=finds) from exc
+    except BaseException as exc:
+        if type(exc).__name__ != _PANIC:
+            raise
+        raise StoreUnavailable(f"obstore cannot read the store's answer about {key}") from None
 
 
 def answered(key: str, call: Callable[[], T]) -> T:
@@ -108,8 +119,8 @@ def answered(key: str, call: Callable[[], T]) -> T:
 
 def _meant(exc: Exception, key: str, *, finds: bool) -> Exception:
     meaning = next(MEANING[kind] for kind in (*type(exc).__mro__, OSError) if kind in MEANING)
-    status, answer = status_of(exc), _ANSWER.search(str(exc))
-    code = answer[1] if answer else ""
+    status, answer = status_of(exc), _ANSWER.search(str(exc)) or _KEPT.search(str(exc))
+    code = answer["code"] if answer else ""
     if isinstance(exc, foreign.InvalidPathError) and (invalid := _INVALID_KEY.search(str(exc))):
         return InvalidKey(invalid[1])
     # obstore has one class for all errors of listings, and one for both kinds of 404.
@@ -143,8 +154,9 @@ def _words(exc: Exception, status: int | None, answer: re.Match[str] | None) -> 
     # Without a url if it is signed: obstore then leaves it out.
     store = f"the store at {asked[1]}" if (asked := _ASKED.search(text)) else "the store"
     if answer:
-        message = (answer[2] or "").partition("\n")[0].strip()  # Azure appends ids in more lines
-        words = f"{store} answered {status} {answer[1]}: {message or 'no more'}"
+        message = (answer["message"] or "").partition("\n")[0].strip()  # Azure appends ids
+        said = f"{status} {answer['code']}" if status else answer["code"]
+        words = f"{store} answered {said}: {message or 'no more'}"
     elif found := _STATUS.search(text):
         words = f"{store} answered {found[1]}{found[2]}"
     else:

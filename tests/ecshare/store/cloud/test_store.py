@@ -231,6 +231,28 @@ async def test_server_errors_are_mapped(
         assert len(str(caught.value)) < 400
 
 
+@pytest.mark.parametrize(
+    ("code", "error"), [("AccessDenied", StoreDenied), ("InternalError", StoreUnavailable)]
+)
+async def test_objects_that_a_server_keeps_are_named_with_its_reason(
+    serve: Serve, code: str, error: type[Exception]
+) -> None:
+    """S3 answers 200 to a request that removes several objects, and refuses each on its own."""
+    refusal = f"<Error><Key>x/{KEY}</Key><Code>{code}</Code><Message>No, no.</Message></Error>"
+    _, store = serve(always(Reply(200, f"<DeleteResult>{refusal}</DeleteResult>".encode())))
+    with pytest.raises(error, match=f"answered {code}: No, no.") as caught:
+        await store.delete([KEY, OTHER])
+    assert isinstance(caught.value, StoreDenied) is (error is StoreDenied)
+
+
+async def test_a_server_that_keeps_an_object_of_another_name_is_unavailable(serve: Serve) -> None:
+    """obstore panics: its assertion is no Exception in Python."""
+    refusal = b"<Error><Key>no</Key><Code>AccessDenied</Code><Message>No.</Message></Error>"
+    _, store = serve(always(Reply(200, b"<DeleteResult>" + refusal + b"</DeleteResult>")))
+    with pytest.raises(StoreUnavailable, match="cannot read the store's answer"):
+        await store.delete([KEY, OTHER])
+
+
 async def test_secrets_in_server_messages_are_masked(serve: Serve) -> None:
     body = b"<Error><Code>AccessDenied</Code><Message>Not with sig=hidden.</Message></Error>"
     _, store = serve(always(Reply(403, body)))
