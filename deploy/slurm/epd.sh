@@ -11,8 +11,8 @@
 # (a folder that all nodes see, or s3://bucket/prefix) above all.
 #
 # Others of the cluster reach these ports. So KEYS has two files, which only you may read:
-# router.key, which engines and router share, and api.key, without which engines answer nobody;
-# clients send it as `Authorization: Bearer`. `openssl rand -hex 32` makes one.
+# router.key, which engines and router share, and api.key, which engines want for all of /v1, and
+# which clients send as `Authorization: Bearer`. `openssl rand -hex 32` makes one.
 set -euo pipefail
 KEYS=${KEYS:-$HOME/.config/ecshare}
 engine=$PWD/examples/one_box/engine.sh

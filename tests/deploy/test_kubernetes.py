@@ -74,15 +74,18 @@ def arguments(objects: Sequence[Object], name: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def with_options(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Object]:
-    """The largest overlay with all optional components."""
-    folder = tmp_path_factory.mktemp("overlay")
+    """The largest overlay with all optional components, but for the one that relaxes."""
+    return extended(tmp_path_factory.mktemp("overlay"), OPTIONAL)
+
+
+def extended(folder: Path, components: Sequence[str]) -> Sequence[Object]:
 
     def path(name: str) -> str:
         return os.path.relpath(KUBERNETES / name, folder.resolve())
 
     made = {
         "resources": [path("overlays/epd")],
-        "components": [path(f"components/{name}") for name in OPTIONAL],
+        "components": [path(f"components/{name}") for name in components],
     }
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(made))
     return built(folder)
@@ -125,7 +128,7 @@ def test_every_component_is_in_an_overlay_or_optional() -> None:
             (KUBERNETES / "overlays" / overlay / "kustomization.yaml").read_text()
         )[key]
     }
-    assert components == (used - {"base"}) | set(OPTIONAL)
+    assert components == (used - {"base"}) | {*OPTIONAL, "writable-root"}
 
 
 @every_overlay
@@ -222,6 +225,18 @@ def test_every_pod_is_restricted(with_options: Sequence[Object]) -> None:
         mounts = {each["name"] for each in container["volumeMounts"]}
         assert mounts == {each["name"] for each in spec["volumes"]}, name
         assert "/tmp" in {each["mountPath"] for each in container["volumeMounts"]}, name
+
+
+def test_only_engines_get_a_writable_root(tmp_path: Path) -> None:
+    found = extended(tmp_path, ["writable-root"])
+    check_schemas(found)
+    writable = {
+        name
+        for name, workload in workloads(found).items()
+        for container in pod_of(workload)["spec"]["containers"]
+        if not container["securityContext"]["readOnlyRootFilesystem"]
+    }
+    assert writable == set(ENGINES)
 
 
 def test_keys_are_files_of_the_named_secrets(with_options: Sequence[Object]) -> None:
@@ -327,7 +342,8 @@ def test_only_the_router_reaches_engines(overlay: str) -> None:
         assert {n for n, labels in pods.items() if reach(objects, engine, labels, "ecshare")} == {
             "router"
         }
-        for labels in ({}, pods["router"]):
+        strangers: list[dict[str, str]] = [{}, pods["router"]]
+        for labels in strangers:
             assert not reach(objects, engine, labels, "other")
     assert reach(objects, "router", {}, "other")
     assert not reach(objects, "cleaner", pods["router"], "ecshare")
