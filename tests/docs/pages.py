@@ -13,6 +13,7 @@ PAGES = (
     *sorted(ROOT.glob("*.md")),
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "examples").glob("*/README.md")),
+    ROOT / "deploy" / "README.md",
     *sorted((ROOT / "benchmarks").glob("*.md")),
 )
 

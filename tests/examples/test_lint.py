@@ -6,7 +6,7 @@ import subprocess
 
 from tests.docs.pages import ROOT
 
-OURS = ("benchmarks", "ecshare", "examples", "kvshare", "scripts", "tests")
+OURS = ("benchmarks", "deploy", "ecshare", "examples", "kvshare", "scripts", "tests")
 
 
 def test_every_shell_script_is_checked() -> None:
