@@ -212,7 +212,7 @@ async def test_the_file_says_what_engines_are_used_for(path: Path, addresses: li
 async def test_an_engine_that_hangs_and_goes_is_not_asked_for_its_health(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("CRITICAL", "ecshare.router")  # pytest keeps errors, they the engine
+    caplog.set_level("CRITICAL", "ecshare.router")  # else pytest keeps the errors
     monkeypatch.setattr("ecshare.router.fleet.watch.POLL_EVERY_S", 0.02)
     async with (
         FakeEngine(Hanging(), healthy=False).serving() as hung,
