@@ -70,9 +70,8 @@ def server() -> Iterator[Administered]:
 
 
 def on_page(name: str) -> str:
-    """Return the JSON of the page that has `name` at its top."""
-    (text,) = [each for each in fences(S3_PAGE, "json") if name in json.loads(each)]
-    return text
+    """Return the first JSON of the page that has `name` at its top."""
+    return next(each for each in fences(S3_PAGE, "json") if name in json.loads(each))
 
 
 def opened(options: dict[str, Any], prefix: str = PREFIX) -> ObjectStore:
