@@ -144,6 +144,7 @@ def test_expiry_of_everything_under_a_running_fleet_changes_no_token(fleet: Flee
     finally:
         cleaner.terminate()
         reader.join()
+        cleaner.stdout.close()
         cleaner.wait()
     assert removed["ec"] > 3
     assert removed["kv"] > 10
