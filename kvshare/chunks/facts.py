@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts of an engine: those that decide whether two engines share KV, and those that it needs."""
 
+import hashlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -194,6 +196,9 @@ def kv_namespace(  # noqa: PLR0913 — one parameter for each fact that our opti
         facts |= {"compression": compression}
     if only_tp_size is not None:
         facts |= {"tensor_parallel_size": only_tp_size}
+    seed = os.environ.get("PYTHONHASHSEED")
+    if seed is not None:  # vLLM's block hashes begin with it
+        facts |= {"hash_seed": hashlib.sha256(os.fsencode(seed)).hexdigest()}
     return Namespace.of(Kind.KV, facts)
 
 

@@ -313,6 +313,20 @@ def test_engine_without_stages_keeps_its_namespace(tmp_path: Path) -> None:
     assert layers_of_stages(config) == ()
 
 
+def test_engines_with_another_seed_of_hashes_have_another_namespace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's block hashes begin with it: such engines find nothing of each other."""
+    config = pipeline_config(tmp_path, options(tmp_path))
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    found = {kv_namespace(config, "").digest}
+    assert "hash_seed" not in kv_namespace(config, "").facts
+    for seed in ("0", "1"):
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        found.add(kv_namespace(config, "").digest)
+    assert len(found) == 3
+
+
 @pytest.mark.parametrize("stage", range(STAGES))
 def test_chunks_before_the_one_that_a_stage_has_lost_are_kept(
     start: Start, tmp_path: Path, stage: int
