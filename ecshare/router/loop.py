@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the router runs on: a fast event loop, and a garbage collector that seldom holds it up."""
+"""What the router runs on: uvloop's event loop if it is installed, which takes less time, and a
+garbage collector that seldom holds it up."""
 
 import asyncio
 import gc
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
-
-from ecshare.store.threads import new_loop
 
 _YOUNG_OBJECTS = 10_000
 
@@ -24,5 +23,13 @@ def relieve_collector() -> None:
 
 def run(program: Coroutine[Any, Any, None]) -> None:
     """Run `program` to its end, as `asyncio.run` does."""
-    with asyncio.Runner(loop_factory=new_loop) as runner:
+    with asyncio.Runner(loop_factory=_factory()) as runner:
         runner.run(program)
+
+
+def _factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        return None
+    return uvloop.new_event_loop

