@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -172,6 +173,8 @@ def _memory_gib() -> float:
 
 
 def _git(*words: str) -> str:
+    if shutil.which("git") is None:
+        return ""
     answer = subprocess.run(
         ["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     )

@@ -19,8 +19,9 @@ needs_guesses = pytest.mark.skipif(
 )
 # Not tried with earlier releases, where P may look for an image only once.
 ANNOUNCES_AT_EVERY_ENDPOINT = VLLM >= (0, 32)
+TRIES_HYBRIDS = VLLM >= (0, 32)
 needs_offered_states = pytest.mark.skipif(
-    VLLM < (0, 32), reason="engines with recurrent layers are tried since vLLM 0.32"
+    not TRIES_HYBRIDS, reason="engines with recurrent layers are tried since vLLM 0.32"
 )
 needs_comments = pytest.mark.skipif(
     VLLM < (0, 32), reason="vLLM keeps idle streams in use, by comments, since 0.32"

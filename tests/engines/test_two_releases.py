@@ -15,6 +15,7 @@ from lab import model_cache
 from lab.servers.engines import EngineProcess, kv_argument
 from tests.conftest import CACHE, StartEngine
 from tests.engines.chat import complete, stored_kv
+from tests.releases import TRIES_HYBRIDS
 
 OTHER_PYTHON = os.environ.get("ECSHARE_TEST_OTHER_PYTHON", "")
 LENGTH = 700
@@ -26,9 +27,9 @@ pytestmark = [
 ]
 
 
-def other(function: str) -> str:
-    """Return what a function of `kvshare.compat` returns with the other release."""
-    tell = f"from kvshare import compat; print(compat.{function}())"
+def other(expression: str) -> str:
+    """Return the value of an expression with the other release; `compat` is `kvshare.compat`."""
+    tell = f"from kvshare import compat; from tests import releases; print({expression})"
     said = subprocess.run([OTHER_PYTHON, "-c", tell], capture_output=True, text=True, check=True)
     return said.stdout.splitlines()[-1]
 
@@ -44,9 +45,9 @@ def test_engines_of_two_releases_share_or_log_why_not(
     kernels of both read a block alike. States, whose kernels cannot be tried, are computed.
     """
     is_hybrid = family == "lfm2"
-    if is_hybrid and not (compat.hands_over_states() and other("hands_over_states") == "True"):
-        pytest.skip("one of the two shares nothing of a model with recurrent layers")
-    is_one_namespace = other("layout_generation") == compat.layout_generation()
+    if is_hybrid and not (TRIES_HYBRIDS and other("releases.TRIES_HYBRIDS") == "True"):
+        pytest.skip("one of the two is a release with which recurrent layers are not tried")
+    is_one_namespace = other("compat.layout_generation()") == compat.layout_generation()
     model = model_cache.model(CACHE / "models", family)
 
     def started(name: str, **python: str) -> EngineProcess:

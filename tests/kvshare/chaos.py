@@ -185,6 +185,7 @@ class Player:
         self.engine = ToyEngine(config, **own.engine)
         self.live: dict[str, Request] = {}
         self.is_asleep = False
+        self.is_async = bool(own.engine.get("is_async"))
         self.sibling: dict[str, Any] | None = own.config.get("sibling")
         self._dice = dice
         self._seen = seen
@@ -372,7 +373,14 @@ class Play:
     def _ask_sibling(self, player: Player, words: list[int], salt: str | None) -> None:
         """Ask for a prompt whose KV the sibling loads, or fails to load."""
         assert player.sibling is not None
-        failures = ["", "", "blocks", *(["request"] if player.sibling["is_async"] else [])]
+        failures = ["", ""]
+        if player.sibling["is_async"]:
+            failures += ["blocks", "request"]
+        elif not player.is_async:
+            # vLLM 0.32 may keep an asynchronous engine waiting for ever after a synchronous load
+            # failed, also without our connector: it skips the output of that step, and still counts
+            # its token as one that comes.
+            failures.append("blocks")
         said = from_prefiller(
             tokens=self._dice.randrange(len(words)), fails=self._dice.choice(failures)
         )
