@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The router's routes."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,6 @@ from ecshare.router.fleet.client import ANSWER_COST, MODELS, EngineClient
 from ecshare.router.fleet.discovery import FleetWatch, fixed
 from ecshare.router.fleet.engines import USUAL_BOUND, Engine, EnginePool
 from ecshare.router.fleet.models import ModelLists
-from ecshare.router.fleet.probes import Probes, engine_state
 from ecshare.router.http.bodies import read_body
 from ecshare.router.http.connections import Runner
 from ecshare.router.http.context import CONTEXT, RequestContext
@@ -30,7 +29,7 @@ from ecshare.router.stages.pipeline import Pipeline
 from ecshare.router.telemetry.access_log import AccessLog
 from ecshare.router.telemetry.merging import merged
 from ecshare.router.telemetry.metrics import RouterMetrics, Sources
-from ecshare.router.telemetry.pages import Known, Pages
+from ecshare.router.telemetry.pages import Ask, Page, Pages, shows_key
 from ecshare.router.telemetry.recent import RecentRequests
 from ecshare.router.types import Stage
 
@@ -82,14 +81,11 @@ class Router:
         for path in _READERS:
             app.router.add_post(path, partial(self._serve, path))
         app.router.add_get(MODELS, self._models)
-        app.router.add_get("/health", self.health)
-        probes = Probes(self._config.status_key, self._status, self._obstacle)
-        for path, handler in {
-            "/live": probes.live,
-            "/ready": probes.ready,
-            "/status": probes.status,
-            **self._telemetry.pages(self._siblings, self._all_known).routes(),
-        }.items():
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/live", self._live)
+        app.router.add_get("/ready", self._ready)
+        pages = self._telemetry.pages(self._siblings, self._all_known, self._all_checked)
+        for path, handler in pages.items():
             app.router.add_get(path, handler)
         app.on_response_prepare.append(self._close_if_stopping)
         app.on_response_prepare.append(Origins(self._config.allow_origins).mark)
@@ -158,19 +154,17 @@ class Router:
         cards = await self._lists.cards(http[CONTEXT].headers)
         return json_response(200, {"object": "list", "data": [*cards.values()]})
 
-    async def health(self, http: web.Request) -> web.Response:
+    async def _health(self, http: web.Request) -> web.Response:
         """Check all engines: 200 if every stage has one that answers, else 503.
 
         Only clients with the status key see where the engines are and what they do.
         """
-        key = self._config.status_key
-        is_full = key is not None and key.matches(http.headers.get(hdrs.AUTHORIZATION))
         reports = await self.client.watch.reports()
         healthy = {engine for engine, is_healthy in reports.items() if is_healthy}
         groups = [group for pool in self.pools.values() if (group := pool.serving())]
         complete = all(healthy.intersection(group) for group in groups)
         report: dict[str, Any] = {"status": "ok" if complete else "incomplete"}
-        if is_full:
+        if shows_key(self._config.status_key, http):
             known = await self._all_known(reports)
             report |= {"stages": known["engines"], **known["counts"]}
         else:
@@ -180,28 +174,27 @@ class Router:
                 stages.setdefault(engine.stage, []).append(shown)
         return json_response(200 if complete else 503, report)
 
-    async def _status(self) -> dict[str, Any]:
-        """Return what holders of the status key are told, as far as it is known: no engine is
-        asked.
-        """
-        known = await self._all_known({})
-        return {
-            "draining": known["draining"],
-            "in_flight": known["in_flight"],
-            "stages": {
-                stage: {"in_flight": known["used"][stage], "engines": engines}
-                for stage, engines in known["engines"].items()
-            },
-            "memory": known["memory"],
-            **known["counts"],
-        }
+    async def _live(self, http: web.Request) -> web.Response:
+        """Answer 200 as long as the process serves: a restart would not help otherwise."""
+        return json_response(200, {"status": "live"})
 
-    async def _all_known(self, reports: Mapping[Engine, bool] | None = None) -> dict[str, Any]:
-        """Return all that the router knows, with the result of a check of all engines."""
-        own = self.known(await self.client.watch.reports() if reports is None else reports)
+    async def _ready(self, http: web.Request) -> web.Response:
+        """Answer 200 if a request could be answered now, else 503 with the reason."""
+        obstacle = await self._obstacle()
+        if obstacle is None:
+            return json_response(200, {"status": "ready"})
+        return json_response(503, {"status": "not ready", "reason": obstacle})
+
+    async def _all_known(self, reports: Mapping[Engine, bool] = _NO_REPORTS) -> dict[str, Any]:
+        """Return what all workers know. `reports`: of a check of the engines."""
+        own = self.known(reports)
         theirs = await self._siblings.ask("known")
         known: dict[str, Any] = merged([own, *(msgspec.json.decode(each) for _, each in theirs)])
         return known
+
+    async def _all_checked(self) -> dict[str, Any]:
+        """Check all engines, and return what all workers know."""
+        return await self._all_known(await self.client.watch.reports())
 
     def known(self, reports: Mapping[Engine, bool] = _NO_REPORTS) -> dict[str, Any]:
         """Return what this worker knows."""
@@ -211,15 +204,12 @@ class Router:
             "in_flight": len(self.in_flight),
             "used": {stage: self._pipeline.limits.used(stage) for stage in self.pools},
             "engines": {
-                stage: [
-                    engine_state(each) | healthy.get(each, {}) for each in (*pool, *pool.leaving)
-                ]
+                stage: [each.shown() | healthy.get(each, {}) for each in (*pool, *pool.leaving)]
                 for stage, pool in self.pools.items()
             },
             "memory": self._memory.used_bytes,
             "memory_limit": self._memory.limit_bytes,
             "counts": self.counts(),
-            "requests": self._telemetry.recent(),
         }
 
     def counts(self) -> dict[str, Any]:
@@ -253,13 +243,9 @@ class Telemetry:
             subscribers.append(AccessLog())
         self.events = Events(subscribers)
 
-    def pages(self, siblings: Siblings, known: Callable[[], Awaitable[Known]]) -> Pages:
-        """Return the pages for operators; `known` returns all that the router knows."""
-        return Pages(self._key, self._metrics, siblings, known)
-
-    def recent(self) -> list[dict[str, Any]]:
-        """Return the latest completions, the newest first."""
-        return self._recent.shown()
+    def pages(self, siblings: Siblings, known: Ask, checked: Ask) -> Mapping[str, Page]:
+        """Return the pages for operators, by path. See `Pages`."""
+        return Pages(self._key, self._metrics, self._recent, siblings, known, checked).routes()
 
     def expect(self, routes: Iterable[str]) -> None:
         """Show the series of these routes from the start."""

@@ -54,6 +54,17 @@ class Engine:
         """That of its health, or "draining": it only finishes the requests that it has."""
         return "draining" if self.is_leaving else self.health.state
 
+    def shown(self) -> dict[str, Any]:
+        """Return what operators see of it."""
+        return {
+            "name": self.name,
+            "url": self.url,
+            "state": self.state,
+            "models": None if self.models is None else sorted(self.models),
+            "in_flight": self.in_flight,
+            "tokens": self.tokens,
+        }
+
 
 class EnginePool:
     """The engines of one stage. Belongs to the event loop's thread; nothing here blocks."""
