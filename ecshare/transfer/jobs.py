@@ -9,7 +9,8 @@ from typing import Generic, TypeVar
 
 from msgspec import Struct
 
-from ecshare.store.format import TensorSpec
+from ecshare.store.errors import StoreUnavailable
+from ecshare.store.format import PROLOGUE_BYTES, TensorSpec
 from ecshare.store.hostcache.cache import Entry
 from ecshare.store.keys import Key
 from ecshare.transfer.device.staging import Slab
@@ -51,6 +52,20 @@ class StoredObject(Struct, frozen=True):
     spec: TensorSpec
     payload: memoryview
     entry: Entry | None
+
+    def read(self, offset: int, out: memoryview) -> None:
+        """Fill `out`, uint8, with the bytes of the payload from `offset` on.
+
+        Raises:
+            StoreUnavailable: the host cache cannot be read.
+        """
+        if self.entry is None:
+            out[:] = self.payload[offset : offset + len(out)]
+            return
+        try:
+            self.entry.read(PROLOGUE_BYTES + offset, out)
+        except OSError as exc:
+            raise StoreUnavailable(f"the host cache cannot be read: {exc}") from exc
 
     def keep_pin(self) -> Entry | None:
         """Release all but the pin, which the caller closes. `payload` must not be used any more."""

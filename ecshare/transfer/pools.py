@@ -2,6 +2,7 @@
 """Threads for work that would block the I/O thread."""
 
 import logging
+import os
 from collections.abc import Callable
 
 from ecshare.store.threads import Workers
@@ -10,6 +11,8 @@ logger = logging.getLogger(__name__)
 
 # Sealing, checking and publishing are copies at memory speed; two threads keep the loop free.
 _NUM_THREADS = 2
+# Loads are waited for. On a large host four threads copy twice as much.
+_NUM_LOAD_THREADS = 4 if (os.cpu_count() or 1) >= 16 else _NUM_THREADS
 
 
 class Pools:
@@ -21,9 +24,9 @@ class Pools:
     def __init__(self, on_thread_start: Callable[[], object] | None) -> None:
         """Start no thread yet. `on_thread_start`: called first in each thread."""
         self._on_thread_start = on_thread_start
-        self.copies = self._pool("ecshare-copy")
+        self.copies = self._pool("ecshare-copy", _NUM_THREADS)
         """Seal, publish and pack objects to be saved; also run the `work` of Run jobs."""
-        self.loads = self._pool("ecshare-load")
+        self.loads = self._pool("ecshare-load", _NUM_LOAD_THREADS)
         """Verify, publish and use loaded objects."""
 
     def begin_thread(self) -> None:
@@ -40,5 +43,5 @@ class Pools:
         for pool in (self.copies, self.loads):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _pool(self, name: str) -> Workers:
-        return Workers(_NUM_THREADS, name, self.begin_thread)
+    def _pool(self, name: str, num_threads: int) -> Workers:
+        return Workers(num_threads, name, self.begin_thread)

@@ -72,7 +72,7 @@ class BlockWriter:
             blocks, order = self._blocks[piece.layer_set], stored.spec.attributes["order"]
             for target, begun in targets:
                 with self._streams.after(begun) as stream:
-                    blocks.write(target, tensor, order, stream)
+                    blocks.write(target, tensor, order, stream, stored.read)
         finally:
             with self._idle:
                 self._num_writing -= 1

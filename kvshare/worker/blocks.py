@@ -18,6 +18,7 @@ launched by one call (device_copies.py).
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,32 @@ from kvshare.worker.device_copies import Addresses, BlockTable, Copier
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Erase = Callable[[Tensor, int], None]
+Read = Callable[[int, memoryview], None]
+"""Fills memory, uint8, with the bytes of a stored tensor from an offset on."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A stored tensor, and how its bytes are read without mapping them, if they can be."""
+
+    stored: Tensor
+    read: Read | None
+
+    def fill(self, out: Tensor, part: Tensor) -> bool:
+        """Fill `out`, uint8, with the bytes of `part` [layer, block, ...], if they can be read: in
+        the stored tensor those of a layer must be side by side, in this order. Return whether
+        they could.
+        """
+        layers = [part] if part.is_contiguous() else [*part.unbind()]
+        first = part.data_ptr() - self.stored.data_ptr()
+        is_inside = 0 <= first < self.stored.nbytes
+        if self.read is None or not is_inside or not layers[0].is_contiguous():
+            return False
+        memory = out.numpy().data
+        for layer in layers:
+            self.read(layer.data_ptr() - self.stored.data_ptr(), memory[: layer.nbytes])
+            memory = memory[layer.nbytes :]
+        return True
 
 
 class BlockCaches:
@@ -221,13 +248,22 @@ class BlockCaches:
             self._copier(*map(np.concatenate, zip(*copies, strict=True)))
 
     def write(
-        self, piece: Piece, stored: Tensor, order: JSON, stream: LoadStream | None = None
+        self,
+        piece: Piece,
+        stored: Tensor,
+        order: JSON,
+        stream: LoadStream | None = None,
+        read: Read | None = None,
     ) -> None:
         """Overwrite the blocks of `piece` with those of `stored`, a tensor of the host that passed
         `can_use` and `is_sound`.
 
         `order`: its attribute of that name. `stream`: to the GPU, see `LoadStreams.after`; None on
-        a CPU. The bytes have been read on return: `stored` may be released.
+        a CPU. `read`: may be called instead of reading `stored`. The bytes have been read on
+        return: `stored` may be released.
+
+        Raises:
+            StoreError: `read` has failed. Some blocks may have been written.
         """
         is_head_first = order == _order(is_head_first=True)
         tokens = stored.shape[3 if is_head_first else 2]
@@ -240,7 +276,8 @@ class BlockCaches:
         layers = [(self._of_heads(cache, heads), group) for cache, group in self._layers]
         if self._copier is not None and stream is not None:
             table = self._table if heads is None else BlockTable.of(layers)
-            self._send(own, piece, table, stream, self._copier)
+            source = _Source(stored, None if self.as_float8 else read)
+            self._send(own, piece, table, stream, self._copier, source)
             return
         runs = [list(_runs(ids)) for ids in piece.block_ids]
         for number, (cache, group) in enumerate(layers):
@@ -261,8 +298,14 @@ class BlockCaches:
             _bits(blocks)[...] = _bits(stored)
         return blocks
 
-    def _send(
-        self, own: Tensor, piece: Piece, table: BlockTable, stream: LoadStream, copier: Copier
+    def _send(  # noqa: PLR0913 — all that a copy needs
+        self,
+        own: Tensor,
+        piece: Piece,
+        table: BlockTable,
+        stream: LoadStream,
+        copier: Copier,
+        source: "_Source",
     ) -> None:
         """Copy `own` [layer, block, ...] on the host to the blocks of `piece` on the GPU.
 
@@ -282,7 +325,8 @@ class BlockCaches:
                 pinned = stream.buffer()
                 shape = self._in_cache(part)
                 num_bytes = math.prod(shape) * dtype.itemsize
-                self._fill(pinned[:num_bytes].view(dtype).view(shape), part)
+                if not source.fill(pinned[:num_bytes], part):
+                    self._fill(pinned[:num_bytes].view(dtype).view(shape), part)
                 host = np.array([pinned.data_ptr()], np.int64)
                 targets, sources, sizes = table.copies(block_ids[..., blocks], host, layers)
                 copier(sources, targets, sizes)

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The worker of a GPU pins four times this for loads. Copies of this size take longer than their
+# The worker of a GPU pins eight times this for loads. Copies of this size take longer than their
 # launch.
-_LOAD_BUFFER_BYTES = 8 << 20
+_LOAD_BUFFER_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)

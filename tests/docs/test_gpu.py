@@ -36,7 +36,7 @@ def test_sizes_equal_those_of_the_save_budget() -> None:
 
 def test_sums_of_memory_add_up() -> None:
     config = KVConfig(url="/store")
-    for_loads = 4 * _LOAD_BUFFER_BYTES / GIB
+    for_loads = 8 * _LOAD_BUFFER_BYTES / GIB
     sums = re.findall(r"(\d+) x ([\d.]+) \+ 1 \+ 7 x ([\d.]+) \+ 4 = (\d+) GiB", PAGE)
     assert len(sums) == 2
     for (ranks, each, other, total), buffer_gib in zip(sums, (1, 4), strict=True):
@@ -47,7 +47,7 @@ def test_sums_of_memory_add_up() -> None:
         exact = int(ranks) * float(each) + 1 + 7 * float(other) + 4
         assert round(exact) == int(total)
     assert f"{_LOAD_BYTES // MIB} MiB, or `buffer_bytes`" in PAGE
-    assert f"{4 * _LOAD_BUFFER_BYTES // MIB} MiB, or four blocks" in PAGE
+    assert f"{8 * _LOAD_BUFFER_BYTES // MIB} MiB, or eight blocks" in PAGE
 
 
 def test_host_cache_shares_of_the_disk_are_as_documented() -> None:

@@ -87,6 +87,19 @@ class Entry:
         # Not populated in advance: the kernel maps 16 pages per fault, and madvise took longer.
         return memoryview(mmap.mmap(self._fd, self.num_bytes, access=mmap.ACCESS_COPY))
 
+    def read(self, offset: int, out: memoryview) -> None:
+        """Fill `out`, uint8, with the bytes from `offset` on. They are read from the file: pages
+        that are mapped on use, and unmapped afterwards, make threads wait for each other.
+
+        Raises:
+            OSError: they cannot be read.
+        """
+        while out:
+            count = os.preadv(self._fd, [out], offset)
+            if not count:
+                raise OSError(errno.EIO, "an entry of the host cache has become shorter")
+            out, offset = out[count:], offset + count
+
     def unmap(self) -> None:
         """Unmap, to release the map's descriptor, but keep the pin. No view of `body` may exist."""
         mapped, self._map = self._map, None

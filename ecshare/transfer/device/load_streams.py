@@ -12,8 +12,8 @@ from torch import Tensor
 from ecshare.transfer.device.staging import Arena, is_gpu, recorded, slab_bytes
 
 # At most this many threads write to a GPU at a time, each with two buffers: one is filled while the
-# other is copied to the device.
-_NUM_STREAMS = 2
+# other is copied to the device. One core fills a tenth of what the link takes.
+_NUM_STREAMS = 4
 
 
 class LoadStream:
@@ -48,7 +48,7 @@ class LoadStreams:
     """Writes to one device off vLLM's threads, after the kernels that vLLM has launched."""
 
     def __init__(self, device: torch.device, buffer_bytes: int) -> None:
-        """On a GPU, pin memory for copies of up to `buffer_bytes` each: four times that in total.
+        """On a GPU, pin memory for copies of up to `buffer_bytes` each: eight times that in total.
 
         Raises:
             OSError: the system does not allocate that much.

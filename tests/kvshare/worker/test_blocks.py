@@ -27,7 +27,7 @@ from kvshare.chunks.prefix import ChunkKey
 from kvshare.chunks.shards import Heads, ShardSlice
 from kvshare.compat import erase_slots
 from kvshare.messages import Piece
-from kvshare.worker.blocks import BlockCaches
+from kvshare.worker.blocks import BlockCaches, Read
 from lab.gpu_stand_in import stand_in
 
 BLOCKS, HEADS, TOKENS, CONTENT, LAYERS = 5, 2, 8, 6, 12
@@ -123,17 +123,18 @@ def write(
     payload: Tensor,
     order: JSON = "head token",
     num_buffered: int = 1,
+    read: Read | None = None,
 ) -> None:
     """Load a payload that an engine stored with axes in `order`.
 
-    `num_buffered`: how many blocks of a layer go to a GPU at a time.
+    `num_buffered`: how many blocks of a layer go to a GPU at a time. `read`: see `BlockCaches`.
     """
     like = blocks.spec(piece)
     spec = TensorSpec(like.dtype, tuple(payload.shape), {**like.attributes, "order": order})
     assert blocks.can_use(spec, piece)
     streams = LoadStreams(blocks.device, num_buffered * blocks.block_bytes)
     with streams.after(streams.record()) as stream:
-        blocks.write(piece, payload, order, stream)
+        blocks.write(piece, payload, order, stream, read)
 
 
 def page(caches: list[Tensor], layer: int, block_id: int) -> Tensor:
@@ -206,6 +207,37 @@ def _round_trip(
                 assert torch.equal(written, page(source, layer, before))
             else:
                 assert written.count_nonzero() == 0, "other blocks were touched"
+
+
+@pytest.mark.parametrize("num_buffered", [1, 3, 2 * BLOCKS])
+@pytest.mark.parametrize(("first", "end"), [(0, BLOCKS), (1, 4)])
+@pytest.mark.parametrize("make", [head_major, token_major, kernel_blocks])
+def test_gpu_gets_blocks_from_the_file_instead_of_its_mapping(
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[], list[Tensor]],
+    first: int,
+    end: int,
+    num_buffered: int,
+) -> None:
+    stand_in(monkeypatch)
+    source, target = make(), [torch.zeros_like(cache) for cache in make()]
+    writer, ids = blocks_of(named(source)), list(range(BLOCKS))
+    payload = saved(writer, piece_of(ids))
+    octets = payload.view(-1).view(torch.uint8).numpy().data
+
+    def read(offset: int, out: memoryview) -> None:
+        out[:] = octets[offset : offset + len(out)]
+
+    mapped = torch.full_like(payload, -1.0)
+    order = writer.spec(piece_of(ids)).attributes["order"]
+    some = piece_of(ids[first:end], num_blocks=BLOCKS, first=first)
+    write(blocks_of(named(target)), some, mapped, order, num_buffered, read)
+    for layer in range(LAYERS):
+        for block in range(BLOCKS):
+            expected = page(source, layer, block)
+            if not first <= block < end:
+                expected = torch.zeros_like(expected)
+            assert torch.equal(page(target, layer, block), expected)
 
 
 @pytest.mark.parametrize("make", [head_major, token_major, kernel_blocks])

@@ -80,6 +80,17 @@ def test_published_entry_can_be_opened(cache: HostCache) -> None:
         assert entry.body.readonly
 
 
+def test_bytes_of_an_entry_are_read_without_its_mapping(cache: HostCache) -> None:
+    body = bytes(range(256)) * 64
+    entry = publish(cache, 0, body)
+    out = bytearray(1000)
+    entry.read(300, memoryview(out))
+    assert bytes(out) == body[300:1300]
+    with pytest.raises(OSError, match="shorter"):
+        entry.read(len(body) - 10, memoryview(out))
+    entry.close()
+
+
 def test_open_of_a_missing_entry_is_none(cache: HostCache) -> None:
     assert cache.open(KEYS[0]) is None
 
