@@ -4,6 +4,7 @@
 Only this module depends on them; those of both connectors are in ecshare/plugin/compat.py.
 """
 
+import ctypes
 import platform
 import re
 from collections.abc import Callable, Hashable
@@ -196,12 +197,25 @@ def erase_slots(blocks: Any, first_slot: int, dtype: Any, cache_dtype: str) -> N
     _custom_ops.cpu_attn_reshape_and_cache(zeros, zeros, keys, values, slots, kernel, **options)
 
 
+class _CopyAttributes(ctypes.Structure):
+    """CUDA's `CUmemcpyAttributes`."""
+
+    _fields_ = (
+        ("source_access_order", ctypes.c_int),
+        ("hints", ctypes.c_int * 4),  # for memory that CUDA did not allocate
+        ("flags", ctypes.c_uint),
+    )
+
+
+_IN_STREAM_ORDER = _CopyAttributes(source_access_order=1)
+
+
 def device_copier() -> Callable[[Any, Any, Any], None] | None:
     """Return a function that queues copies between host and GPU addresses on the current stream.
 
-    It takes three int64 arrays: sources, targets and sizes in bytes. vLLM has one call for all
-    copies; without it they are queued one by one with the CUDA bindings that torch requires. None
-    if both are missing.
+    It takes three int64 arrays: sources, targets and sizes in bytes. The stream must not be CUDA's
+    default one. vLLM has one call for all copies; without vLLM CUDA's driver is called, as vLLM
+    does. None if the driver is missing too, or older than CUDA 12.8.
     """
     import torch
 
@@ -210,7 +224,7 @@ def device_copier() -> Callable[[Any, Any, Any], None] | None:
 
         batch = _custom_ops.swap_blocks_batch
     except (ImportError, AttributeError):
-        return _copier_one_by_one()
+        return _copier_of_driver()
 
     def copy(sources: Any, targets: Any, sizes: Any) -> None:
         batch(torch.from_numpy(sources), torch.from_numpy(targets), torch.from_numpy(sizes))
@@ -218,23 +232,25 @@ def device_copier() -> Callable[[Any, Any, Any], None] | None:
     return copy
 
 
-def _copier_one_by_one() -> Callable[[Any, Any, Any], None] | None:
+def _copier_of_driver() -> Callable[[Any, Any, Any], None] | None:
     import torch
 
     try:
-        from cuda.bindings import runtime
-    except ImportError:
+        # The exported name has the signature of CUDA 12.8 in later drivers, too.
+        batch = ctypes.CDLL("libcuda.so.1").cuMemcpyBatchAsync
+    except (OSError, AttributeError):
         return None
-    kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
+    pointer, number = ctypes.c_void_p, ctypes.c_size_t
+    batch.argtypes = [*[pointer] * 3, number, *[pointer] * 2, number, *[pointer] * 2]
 
     def copy(sources: Any, targets: Any, sizes: Any) -> None:
+        arrays = (array.ctypes.data for array in (targets, sources, sizes))
+        first_copy, failed_copy = number(0), number(0)
+        attributes = ctypes.byref(_IN_STREAM_ORDER), ctypes.byref(first_copy), 1
         stream = torch.cuda.current_stream().cuda_stream
-        for source, target, size in zip(
-            sources.tolist(), targets.tolist(), sizes.tolist(), strict=True
-        ):
-            (error,) = runtime.cudaMemcpyAsync(target, source, size, kind, stream)
-            if error:
-                raise RuntimeError(f"cudaMemcpyAsync: {error}")
+        error = batch(*arrays, len(sizes), *attributes, ctypes.byref(failed_copy), stream)
+        if error:
+            raise RuntimeError(f"cuMemcpyBatchAsync: error {error}")
 
     return copy
 

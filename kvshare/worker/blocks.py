@@ -128,7 +128,7 @@ class BlockCaches:
         if is_gpu(self.device):
             self._copier = device_copier()
             if self._copier is None:
-                raise ValueError("neither vLLM nor the package cuda-bindings copies blocks here")
+                raise ValueError("neither vLLM nor CUDA's driver copies blocks here")
             self._table = BlockTable.of(self._layers)
 
     @property

@@ -11,7 +11,6 @@ import importlib.util
 import logging
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--only", nargs="+", choices=_PARTS, default=_PARTS, help="play these parts alone"
+    )
+    parser.add_argument(
+        "--engine-argument",
+        action="append",
+        default=[],
+        metavar="ARG",
+        help="one more argument for each vLLM engine, as --engine-argument=--attention-backend=...",
     )
     return parser
 
@@ -57,8 +63,8 @@ def _missing() -> str:
     )
 
 
-def _play(device_name: str, parts: Sequence[str], root: Path) -> int:
-    """Play the checks of `parts`; return how many failed."""
+def _play(options: argparse.Namespace, root: Path) -> int:
+    """Play the checks of the chosen parts; return how many failed."""
     import torch
 
     from lab.gpu_kit import vllm_names
@@ -68,19 +74,19 @@ def _play(device_name: str, parts: Sequence[str], root: Path) -> int:
 
     # Without vLLM the workers log that there are no attention layers to check.
     logging.getLogger("kvshare").setLevel(logging.ERROR)
-    device = torch.device(device_name)
+    device = torch.device(options.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device_name
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else options.device
     print(f"{name}, torch {torch.__version__}", flush=True)
     verdicts = []
-    for part in parts:
+    for part in options.only:
         if part == "engines" and not vllm_names.has_vllm():
             print("skipped  engines: needs vLLM")
             continue
         module: Any = importlib.import_module(f"lab.gpu_kit.{part}")
         for check in module.CHECKS:
-            result = play(check, Bench(device, root))
+            result = play(check, Bench(device, root, options.engine_argument))
             verdicts.append(result.verdict)
             print(result.line(), flush=True)
     counts = {verdict: verdicts.count(verdict) for verdict in ("ok", "skipped", "FAILED")}
@@ -98,7 +104,7 @@ def main() -> int:
         print(f"gpu kit: {missing}", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="gpu-kit-") as root:
-        return int(_play(options.device, options.only, Path(root)) > 0)
+        return int(_play(options, Path(root)) > 0)
 
 
 if __name__ == "__main__":

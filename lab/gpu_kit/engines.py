@@ -30,7 +30,9 @@ from lab.servers.processes import Server
 
 LONG_TOKENS = 16_384
 _ANSWER_TOKENS = 128
-_ON_A_GPU = ("--gpu-memory-utilization=0.2",)  # up to four share a device
+# Up to four share a device. With a given KV cache they may start at the same time: otherwise vLLM
+# measures free memory, and fails if others take or free some meanwhile.
+_ON_A_GPU = ("--gpu-memory-utilization=0.2", f"--kv-cache-memory-bytes={2 << 30}")
 _AS_USERS = ("--dtype=bfloat16", *SMALL)
 MOST_APART = 0.25
 """The largest difference between two log-probabilities of one token. On a CPU, where rounding does
@@ -52,6 +54,7 @@ class Fleet:
         self._bench = bench
         self._own = [*(SMALL_ENGINE if is_exact else _AS_USERS)]
         self._own += _ON_A_GPU if bench.is_gpu else ["--enforce-eager"]  # a CPU compiles for long
+        self._own += bench.engine_arguments
         self._root = bench.folder()
         self._stack = ExitStack()
         path = self._root / "model"
@@ -66,7 +69,7 @@ class Fleet:
     def start(
         self, name: str, *arguments: str, kv: str = "", ec: str = "", ranks: int = 1
     ) -> EngineProcess:
-        """Start an engine; call `_ready` afterwards. `kv`, `ec`: its roles.
+        """Start an engine; call `ready` afterwards. `kv`, `ec`: its roles.
 
         Each engine has a host cache of its own, so it gets other engines' objects from the store.
         It loads all that it finds, though computing is faster here; other options have defaults.
@@ -78,19 +81,22 @@ class Fleet:
         given += [ec_argument(ec, store, **own)] if ec else []
         given += [f"--tensor-parallel-size={ranks}"] if ranks > 1 else []
         environment = _RANKS if ranks > 1 else {}
-        engine = EngineProcess(
+        return EngineProcess(
             name, self._model, self._root, given, environment, runner_of_vllm=self._bench.is_gpu
         ).start_in(self._stack)
-        if self._bench.is_gpu:
-            # One after the other: vLLM measures free memory at its start, and fails if others take
-            # or free some meanwhile.
+
+    def ready(self, *engines: EngineProcess) -> None:
+        """Wait until all are ready, and note their model runners on a GPU."""
+        for engine in engines:
             engine.wait_ready()
-            self._bench.notes.append(f"{name}: model runner {'V2' if engine.runs_v2 else 'V1'}")
-        return engine
+            if self._bench.is_gpu:
+                self._bench.notes.append(f"{engine.name}: model runner V{1 + engine.runs_v2}")
 
     def route(self, **stages: Server) -> Server:
         """Start a router before engines by their stage: encoder, prefiller, decoder."""
-        return _Router(stages, self._root).start_in(self._stack)
+        router = _Router(stages, self._root).start_in(self._stack)
+        router.wait_ready()
+        return router
 
 
 class _Router(Server):
@@ -104,11 +110,6 @@ class _Router(Server):
         """Return the program and its arguments."""
         port = f"--port={self.port.number}"
         return [sys.executable, "-m", "ecshare.router", port, *self._urls]
-
-
-def _ready(*servers: Server) -> None:
-    for server in servers:
-        server.wait_ready()
 
 
 def separate_stages_answer_like_one_engine(bench: Bench) -> None:
@@ -135,9 +136,8 @@ def _asked_in_stages(fleet: Fleet) -> Iterator[tuple[Answer, Answer]]:
     e = fleet.start("e", ec="producer")
     p = fleet.start("p", no_inputs, ec="consumer", kv="both")
     d = fleet.start("d", no_inputs, ec="consumer", kv="both")
-    _ready(plain, e, p, d)
+    fleet.ready(plain, e, p, d)
     router = fleet.route(encoder=e, prefiller=p, decoder=d)
-    _ready(router)
     for pictures in ([client.picture(1)], [client.picture(1), client.picture(2)], []):
         asked = client.question(_STORY * 8, pictures) | _WITH_LOGPROBS
         expected = client.ask(plain.base_url, asked)
@@ -158,12 +158,12 @@ def engines_of_one_and_two_ranks_share_kv(bench: Bench) -> None:
     with Fleet(bench, "qwen2") as fleet:
         asked = client.question(_STORY * 24) | _WITH_LOGPROBS
         plain = fleet.start("plain")
-        _ready(plain)
+        fleet.ready(plain)
         expected = client.ask(plain.base_url, asked)
         for number, ranks in enumerate((2, 1, 2)):
             # One after the other: an engine stores what it computed before it stops.
             engine = fleet.start(f"engine-{number}", kv="both", ranks=ranks)
-            _ready(engine)
+            fleet.ready(engine)
             answer = client.ask(engine.base_url, asked)
             engine.stop()
             assert _distance(answer, expected) <= MOST_APART, f"{ranks} ranks"
@@ -179,9 +179,8 @@ def long_prompt_is_handed_over(bench: Bench) -> None:
         plain = fleet.start("plain", longest)
         p = fleet.start("p", longest, kv="both")
         d = fleet.start("d", longest, kv="both")
-        _ready(plain, p, d)
+        fleet.ready(plain, p, d)
         router = fleet.route(prefiller=p, decoder=d)
-        _ready(router)
         once = client.ask(plain.base_url, client.question(_STORY * 10, max_tokens=1)).usage
         per_story = once["prompt_tokens"] / 10
         asked = client.question(_STORY * int(LONG_TOKENS / per_story - 1)) | _WITH_LOGPROBS
@@ -199,7 +198,7 @@ def token_gaps_during_saves_are_measured(bench: Bench) -> None:
     """Note the gaps between tokens of one answer while other prompts arrive; judge none."""
     with Fleet(bench, "qwen2") as fleet:
         plain, saving = fleet.start("plain"), fleet.start("saving", kv="producer")
-        _ready(plain, saving)
+        fleet.ready(plain, saving)
         for turn in range(2):  # the first one warms up
             for engine in (plain, saving):
                 num_tokens, gaps_s = _answer_beside_prompts(engine, turn)

@@ -5,7 +5,7 @@ import shutil
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,8 @@ class Bench:
     device: torch.device
     root: Path
     """A folder for stores and host caches."""
+    engine_arguments: Sequence[str] = ()
+    """Of vLLM's command line, for every engine."""
     notes: list[str] = field(default_factory=list)
     """Observations of a check that do not affect its verdict."""
 
@@ -64,19 +66,18 @@ class Bench:
         if self.is_gpu:
             torch.cuda.synchronize(self.device)
 
-    def rounds(self, *, unjudged: str = "") -> Iterator[AbstractContextManager[None]]:
+    def rounds(self) -> Iterator[AbstractContextManager[None]]:
         """Yield two contexts for one body: in the first the driver loads what it needs, which may
         wait for the device; the second is `without_waits`.
         """
         yield nullcontext()
-        yield self.without_waits(unjudged=unjudged)
+        yield self.without_waits()
 
     @contextmanager
-    def without_waits(self, *, unjudged: str = "") -> Iterator[None]:
+    def without_waits(self) -> Iterator[None]:
         """Keep the device busy. The body must not wait for it, and fails if it does.
 
-        All that the body launches has run at the end. On a CPU only the body runs. `unjudged`: a
-        reason why the driver may wait; a wait is then noted and does not fail.
+        All that the body launches has run at the end. On a CPU only the body runs.
         """
         if not self.is_gpu:
             yield
@@ -91,10 +92,7 @@ class Bench:
         finally:
             torch.cuda.set_sync_debug_mode("default")
             self.finish()
-        if has_waited and unjudged:
-            self.notes.append(f"a hook has waited for the device: {unjudged}")
-        else:
-            assert not has_waited, "a hook has waited for the device"
+        assert not has_waited, "a hook has waited for the device"
 
 
 Check = Callable[[Bench], None]

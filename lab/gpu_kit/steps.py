@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from lab.gpu_kit import link, vllm_names
+from lab.gpu_kit import link
 from lab.gpu_kit.kit import Bench, Check
 from lab.gpu_kit.layouts import EIGHT_B, make_cache
 from lab.gpu_kit.workers import MIB, KVHost, chunks, shuffled
@@ -23,13 +23,12 @@ def large_saves_do_not_wait_for_the_device(bench: Bench) -> None:
     copy covers two of them.
     """
     sizes = EIGHT_B if bench.is_gpu else replace(EIGHT_B, layers=2, blocks=64)
-    why_not = "" if vllm_names.has_vllm() else "without vLLM each copy is a call of its own"
     for layout in _LAYOUTS:
         cache = make_cache(sizes, layout, torch.bfloat16, bench.device)
         ids, ms = shuffled(sizes, sizes.blocks, 1), []
         room = cache.nbytes + MIB
         with KVHost(bench, cache, bench.folder(), buffer_bytes=room) as host:
-            for number, block in enumerate(bench.rounds(unjudged=why_not)):
+            for number, block in enumerate(bench.rounds()):
                 pieces = chunks(ids, link.CHUNK_BLOCKS, sizes.block_tokens, prompt=str(number))
                 with block:
                     began_s = time.perf_counter()
