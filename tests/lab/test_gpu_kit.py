@@ -157,6 +157,9 @@ def test_hook_that_waits_for_the_device_is_found(
     assert (cuda.mode, cuda.is_working) == ("default", False)
     with pytest.raises(AssertionError, match="waited"), bench.without_waits():
         torch.cuda.synchronize()
+    with bench.without_waits(unjudged="no other way"):
+        torch.cuda.synchronize()
+    assert bench.notes == ["a hook has waited for the device: no other way"]
     with pytest.raises(RuntimeError), bench.without_waits():
         raise RuntimeError("called a synchronizing CUDA operation")
     assert (cuda.mode, cuda.is_working) == ("default", False)
