@@ -59,8 +59,9 @@ class Sample(NamedTuple):
     """MiB, by server; without those that are down."""
     open_files: Mapping[str, int]
     store_mib: float
-    p50_s: float
-    p95_s: float
+    p50_ms: float | None
+    """Of the answers since the sample before; None: there were none."""
+    p95_ms: float | None
 
 
 @dataclass
@@ -298,12 +299,11 @@ def _sample(fleet: Fleet, log: Log, began_s: float) -> Sample:
         except (OSError, AssertionError, ValueError):  # it is being killed or started
             resident.pop(name, None)
     with log.lock:
-        took_s, log.took_s = log.took_s or [0.0], []
+        took_ms, log.took_s = [1e3 * each for each in log.took_s], []
     store_mib = sum(path.stat().st_size for path in _files(fleet.store.folder)) / (1 << 20)
     at_s = time.monotonic() - began_s
-    return Sample(
-        at_s, resident, files, store_mib, statistics.median(took_s), percentile(took_s, 95)
-    )
+    p50_ms, p95_ms = (percentile(took_ms, share) if took_ms else None for share in (50, 95))
+    return Sample(at_s, resident, files, store_mib, p50_ms, p95_ms)
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -357,16 +357,18 @@ def _over_time(samples: Sequence[Sample]) -> Table:
         table.add(
             around[-1].at_s / 60,
             *(_middle(each.resident.get(name) for each in around) for name in names),
-            *(int(_middle(each.open_files.get(name) for each in around)) for name in names),
-            _middle(each.store_mib for each in around),
-            1e3 * _middle(each.p50_s for each in around),
-            1e3 * _middle(each.p95_s for each in around),
+            *(_middle(each.open_files.get(name) for each in around) for name in names),
+            statistics.median(each.store_mib for each in around),
+            _middle(each.p50_ms for each in around),
+            _middle(each.p95_ms for each in around),
         )
     return table
 
 
-def _middle(values: Iterable[float | None]) -> float:
-    return statistics.median([value for value in values if value is not None] or [0.0])
+def _middle(values: Iterable[float | None]) -> float | str:
+    """Return the median of the values that are known: a server that is down has none."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else "none"
 
 
 def main(words: Sequence[str]) -> None:
@@ -418,8 +420,8 @@ def main(words: Sequence[str]) -> None:
             },
             "MiB in the store": {"store": [each.store_mib for each in samples]},
             "ms of a request": {
-                "p50": [1e3 * each.p50_s for each in samples],
-                "p95": [1e3 * each.p95_s for each in samples],
+                "p50": [each.p50_ms for each in samples],
+                "p95": [each.p95_ms for each in samples],
             },
         },
     )
