@@ -11,10 +11,13 @@ import importlib.util
 import logging
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 _NEEDED = ("numpy", "msgspec", "blake3", "xxhash", "fsspec", "prometheus_client")
+# Of the router, which checks with engines start.
+_NEEDED_BY_ENGINES = ("aiohttp", "httptools", "multidict", "pybase64", "pycares", "yarl")
 _PARTS = ("staging", "kv", "embeddings", "memory", "steps", "engines")
 
 
@@ -50,9 +53,12 @@ def _no_device(name: str) -> str:
     return "torch finds no CUDA device"
 
 
-def _missing() -> str:
-    """Return how to install the missing packages; "" if none is missing."""
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+def _missing(parts: Sequence[str]) -> str:
+    """Return how to install the packages that `parts` lack; "" if none is missing."""
+    needed = [*_NEEDED]
+    if "engines" in parts and importlib.util.find_spec("vllm") is not None:
+        needed += _NEEDED_BY_ENGINES
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if not missing:
         return ""
     names = " ".join(missing)
@@ -100,7 +106,7 @@ def main() -> int:
     if why_not := _no_device(options.device):
         print(f"gpu kit: all is skipped: {why_not}")
         return 0
-    if missing := _missing():
+    if missing := _missing(options.only):
         print(f"gpu kit: {missing}", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="gpu-kit-") as root:

@@ -60,6 +60,12 @@ def test_missing_packages_are_named() -> None:
     assert "pip install msgspec blake3`" in ran.stderr
 
 
+def test_missing_packages_of_the_router_are_named_before_engines_start() -> None:
+    ran = run("--device", "cpu", "--only", "engines", without=["pycares"])
+    assert ran.returncode == 2
+    assert "pip install pycares`" in ran.stderr
+
+
 @pytest.mark.nightly
 def test_kit_runs_without_vllm() -> None:
     ran = run("--device", "cpu", without=["vllm", "pytest", "transformers"])
