@@ -61,7 +61,7 @@ class Stream:
 
     def run_to(self, end: int) -> None:
         """Run the work that was launched before `end`."""
-        with _device:
+        with _device, torch.inference_mode():  # a device may write to any tensor
             while self._num_done < end:
                 work = self._work.popleft()
                 self._num_done += 1

@@ -348,8 +348,13 @@ class BlockCaches:
             for row, block_id, count in runs[group]:
                 blocks[number, row : row + count].copy_(cache[block_id : block_id + count])
 
+    @torch.inference_mode()
     def _finish(self, piece: Piece, payload: Tensor) -> None:
-        """Zero the bytes after the last token of `piece`."""
+        """Zero the bytes after the last token of `piece`. Any thread.
+
+        vLLM makes steps in inference mode, and a view of another dtype that is made in that mode
+        can be written in no other.
+        """
         num_tokens = self.num_in_part(piece)
         if self.erases and num_tokens:
             self._zero(self._blocks_of(payload, self._kernel_blocks)[:, -1], num_tokens)

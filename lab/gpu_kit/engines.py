@@ -57,6 +57,7 @@ class Fleet:
         self._own += bench.engine_arguments
         self._root = bench.folder()
         self._stack = ExitStack()
+        self._engines: list[EngineProcess] = []
         path = self._root / "model"
         self._model = make_qwen2(path, **sizes) if sizes else FAMILIES[family](path, 0)
 
@@ -87,10 +88,26 @@ class Fleet:
 
     def ready(self, *engines: EngineProcess) -> None:
         """Wait until all are ready, and note their model runners on a GPU."""
+        self._engines = list(engines)
         for engine in engines:
             engine.wait_ready()
             if self._bench.is_gpu:
                 self._bench.notes.append(f"{engine.name}: model runner V{1 + engine.runs_v2}")
+
+    def assert_all_was_shared(self) -> None:
+        """Raise AssertionError if an engine has failed to save or to load anything.
+
+        vLLM counts tokens whose load has failed as cached, though it computes them.
+        """
+        for engine in self._engines:
+            found = client.counters(engine.base_url)
+            events = [
+                (name, event)
+                for name in ("kvshare_blocks_total", "ecshare_items_total")
+                for event in ("failed", "dropped")
+            ]
+            counts = {event: found[event] for event in events if found.get(event)}
+            assert not counts, f"{engine.name}: {counts}"
 
     def route(self, **stages: Server) -> Server:
         """Start a router before engines by their stage: encoder, prefiller, decoder."""
@@ -149,6 +166,7 @@ def _asked_in_stages(fleet: Fleet) -> Iterator[tuple[Answer, Answer]]:
                 assert answer.path[-2:] == ("prefill", "decode"), answer.path
                 assert _num_computed(d) == num_before + 1, "D has computed more than the last token"
     assert client.counters(p.base_url)["ecshare_items_total", "loaded"] >= 2, "P has encoded"
+    fleet.assert_all_was_shared()
 
 
 def engines_of_one_and_two_ranks_share_kv(bench: Bench) -> None:
@@ -165,6 +183,7 @@ def engines_of_one_and_two_ranks_share_kv(bench: Bench) -> None:
             engine = fleet.start(f"engine-{number}", kv="both", ranks=ranks)
             fleet.ready(engine)
             answer = client.ask(engine.base_url, asked)
+            fleet.assert_all_was_shared()
             engine.stop()
             assert _distance(answer, expected) <= MOST_APART, f"{ranks} ranks"
             if number:
@@ -190,6 +209,7 @@ def long_prompt_is_handed_over(bench: Bench) -> None:
         took_s = time.perf_counter() - began_s
         assert _distance(answer, expected) <= MOST_APART
         assert _num_computed(d) == 1, "D has computed more than the last token"
+        fleet.assert_all_was_shared()
         num_tokens = answer.usage["prompt_tokens"]
         bench.notes.append(f"{num_tokens} tokens: {took_s:.2f} s, by stage {answer.stage_ms} ms")
 
@@ -206,6 +226,7 @@ def token_gaps_during_saves_are_measured(bench: Bench) -> None:
                 if turn:
                     bench.notes.append(f"{engine.name}: {_in_words(gaps_s)}")
         assert client.counters(saving.base_url)["kvshare_blocks_total", "saved"], "saves nothing"
+        fleet.assert_all_was_shared()
 
 
 def _answer_beside_prompts(engine: Server, turn: int) -> tuple[int, list[float]]:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker halves of both connectors, each with a device, a store in a folder and a host cache.
 
-They are driven as vLLM drives them. Call `provide` of vllm_names before.
+They are driven as vLLM drives them: in torch's inference mode, in which it makes steps. Call
+`provide` of vllm_names before.
 """
 
 import random
@@ -128,22 +129,27 @@ class KVHost:
     def __exit__(self, *_: object) -> None:
         self.worker.close()
 
+    @torch.inference_mode()
     def save(self, *pieces: Piece) -> None:
         """Order saves as vLLM does after a forward pass."""
         self.worker.save(Orders(NAMESPACE, saves=pieces))
 
+    @torch.inference_mode()
     def save_leaving(self, *pieces: Piece) -> None:
         """Order saves as before a forward pass."""
         self.worker.save_leaving(Orders(NAMESPACE, leaving=pieces))
 
+    @torch.inference_mode()
     def load(self, request_id: str, *pieces: Piece) -> None:
         """Order a load."""
         self.worker.load(Orders(NAMESPACE, loads=(LoadOrder(request_id, pieces),)))
 
+    @torch.inference_mode()
     def wait_idle(self) -> None:
         """End a step without tokens, while a load is in flight."""
         self.worker.wait_idle(Orders(NAMESPACE, is_idle=True))
 
+    @torch.inference_mode()
     def end_step(self) -> Finished:
         """Call the hooks of the end of a step; return the loads that have ended."""
         finished = self.worker.settle()
@@ -216,6 +222,7 @@ class EncoderHost:
     def __exit__(self, *_: object) -> None:
         self.worker.close()
 
+    @torch.inference_mode()
     def encode(self, name: str, embedding: Tensor) -> None:
         """Play the step in which `embedding` is computed and its save ordered."""
         order = ec.SaveOrder(name, _key(name), {"num_embeds": len(embedding)})
@@ -224,6 +231,7 @@ class EncoderHost:
         self.worker.save(name, self.cache)
         self.worker.settle()
 
+    @torch.inference_mode()
     def load(self, name: str) -> None:
         """Play the step that needs an embedding which is stored."""
         order = ec.LoadOrder(name, _key(name))

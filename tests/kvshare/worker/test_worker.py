@@ -73,12 +73,14 @@ class Host:
         self.worker.register({f"l.{number}": layer for number, layer in enumerate(self.cache)})
 
     def save(self, *pieces: Piece) -> None:
-        self.worker.save(Orders(NAMESPACE, saves=pieces))
+        with torch.inference_mode():  # vLLM makes steps in it
+            self.worker.save(Orders(NAMESPACE, saves=pieces))
         self.settle()
 
     def load(self, request_id: str, *pieces: Piece, is_announced: bool = False) -> None:
         order = LoadOrder(request_id, pieces, is_announced)
-        self.worker.load(Orders(NAMESPACE, loads=(order,)))
+        with torch.inference_mode():
+            self.worker.load(Orders(NAMESPACE, loads=(order,)))
 
     def abandon(self, request_id: str) -> None:
         self.worker.load(Orders(NAMESPACE, abandoned=(request_id,)))
