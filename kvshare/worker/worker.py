@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The worker of a GPU pins eight times this for loads. Copies of this size take longer than their
-# launch.
-_LOAD_BUFFER_BYTES = 4 << 20
+# The worker of a GPU pins eight times this for loads. With smaller buffers the threads spend more
+# time on launches, and wait for each other's.
+_LOAD_BUFFER_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)

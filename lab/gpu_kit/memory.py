@@ -14,7 +14,7 @@ from lab.gpu_kit.layouts import EIGHT_B, SMALL, bits, fill, make_cache
 from lab.gpu_kit.workers import MIB, EncoderHost, KVHost, chunks, drawn
 
 MOST_DEVICE_BYTES = 64 * MIB
-_LOAD_BUFFERS_BYTES = 32 * MIB
+_LOAD_BUFFERS_BYTES = 128 * MIB
 _CHUNK_BLOCKS = 16
 
 
@@ -85,7 +85,7 @@ def _pinned_by_torch() -> int:
 
 
 def pinned_memory_is_bounded(bench: Bench) -> None:
-    """A worker pins at most `buffer_bytes` + 32 MiB for KV, and `buffer_bytes` for embeddings."""
+    """A worker pins at most `buffer_bytes` + 128 MiB for KV, and `buffer_bytes` for embeddings."""
     bench.needs_gpu()
     limit = 64 * MIB
     cache = make_cache(SMALL, "LBHNC", torch.bfloat16, bench.device)

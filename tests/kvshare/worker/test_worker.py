@@ -918,7 +918,7 @@ def test_worker_that_shares_nothing_can_sleep(host: Callable[[], Host]) -> None:
     assert other.settle().failed == {"r"}
 
 
-SAVE_BYTES, LOAD_BYTES = 1 << 30, 32 << 20
+SAVE_BYTES, LOAD_BYTES = 1 << 30, 128 << 20
 REPLICATED = replace(SHAPE, layer_sets=(replace(LAYER_SET, total_heads=1),))
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory in parts: parts do not overlap, and freed parts are merged."""
 
+import mmap
 import re
 import sys
 import threading
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecshare.transfer.device.staging import Arena, Staging
+from lab.gpu_stand_in import stand_in
 
 PAGE = 4096
 CPU = torch.device("cpu")
@@ -99,7 +101,22 @@ def test_too_large_buffer_is_reduced_with_a_warning(caplog: Any) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_arena_memory_is_not_inherited_by_a_fork() -> None:
     """Otherwise copy-on-write would move a page that a device is copying to."""
-    part = Arena(4 * PAGE, CPU).take(PAGE)
+    assert "dc" in flags_of_memory(Arena(4 * PAGE, CPU)), "it is inherited by forks"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_pinned_memory_has_huge_pages_where_the_kernel_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand_in(monkeypatch)
+    assert "hg" in flags_of_memory(Arena(4 * PAGE, CPU))
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 12345)  # an unknown advice
+    assert "hg" not in flags_of_memory(Arena(4 * PAGE, CPU))
+
+
+def flags_of_memory(arena: Arena) -> list[str]:
+    """Return the kernel's flags of the memory of `arena`."""
+    part = arena.take(PAGE)
     assert part is not None
     maps = Path("/proc/self/smaps").read_text()
     flags = [
@@ -109,5 +126,5 @@ def test_arena_memory_is_not_inherited_by_a_fork() -> None:
         )
         if int(first, 16) <= part.data_ptr() < int(end, 16)
     ]
-    assert len(flags) == 1
-    assert "dc" in flags[0], "it is inherited by forks"
+    (found,) = flags
+    return list(found)
