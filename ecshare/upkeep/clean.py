@@ -143,7 +143,7 @@ class Cleaner:
         self._integrity = integrity
         self._kinds = tuple(kinds)
         self._calls = Calls(store, timeout_s)
-        self._pace = pace or Pace()
+        self._pace = pace or Pace(store)
         self._notes = NoteReader(self._calls, kinds, integrity, self._pace)
         self._most_s = most_s
         self._most_objects = most_objects

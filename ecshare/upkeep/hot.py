@@ -49,7 +49,7 @@ async def used_last(  # noqa: PLR0913 — of what, and on which terms
         StoreError: the store failed.
         TooManyObjects: they do not fit into memory.
     """
-    calls, pace, inventory = Calls(store, timeout_s), pace or Pace(), Inventory(most_objects)
+    calls, pace, inventory = Calls(store, timeout_s), pace or Pace(store), Inventory(most_objects)
     below = (
         namespace_prefix(each, namespace) if namespace else kind_prefix(each) for each in kinds
     )

@@ -9,9 +9,10 @@ from itertools import accumulate
 import numpy as np
 
 from ecshare.store.errors import ObjectCorrupt, ObjectMissing
+from ecshare.store.folder.store import DirectoryStore
 from ecshare.store.integrity import Integrity
 from ecshare.store.keys import Key, Kind, uses_prefix
-from ecshare.store.objects import read
+from ecshare.store.objects import ObjectStore, read
 from ecshare.upkeep.calls import Calls, batched
 from ecshare.upkeep.inventory import Ages, Inventory, Part, Small
 from ecshare.upkeep.listing import list_into
@@ -28,18 +29,23 @@ _TRIES = 3
 
 
 class Pace:
-    """Pauses between parts of long work, so that the thread leaves a core to others."""
+    """Pauses between parts of long work, so that other threads of the process go on."""
 
-    def __init__(self, rest: float = 0.0) -> None:
-        """`rest`: how long to pause, as a multiple of the CPU time of the part before."""
+    def __init__(self, store: ObjectStore, rest: float = 0.0) -> None:
+        """`rest`: how long to pause, as a multiple of the CPU time of the part before, with that of
+        the threads in which `store`, used by this work alone, lists a folder."""
+        self._store = store
         self._rest = rest
-        self._begun_s = time.thread_time()
+        self._begun_s = self._used_s()
 
     async def __call__(self) -> None:
         """Pause after one part of the work."""
-        used_s = time.thread_time() - self._begun_s
-        await asyncio.sleep(self._rest * used_s)
-        self._begun_s = time.thread_time()
+        await asyncio.sleep(self._rest * (self._used_s() - self._begun_s))
+        self._begun_s = self._used_s()
+
+    def _used_s(self) -> float:
+        in_threads = self._store.listing_s if isinstance(self._store, DirectoryStore) else 0.0
+        return time.thread_time() + in_threads
 
 
 class NoteReader:

@@ -88,7 +88,9 @@ class Survey:
         if not self._selection.needs_facts:
             await self._read_names()
         ages = self.inventory.ages(self.now)
-        reader = NoteReader(self._calls, self._selection.kinds, self._integrity, Pace())
+        reader = NoteReader(
+            self._calls, self._selection.kinds, self._integrity, Pace(self._calls.store)
+        )
         await reader.merge(self.inventory, ages, self.now)
         self._last_uses = ages.candidates().ages
         *_, numbers = self.inventory.arrays()

@@ -30,6 +30,7 @@ NEEDS_NAMESPACES = pytest.mark.skipif(
     [
         "router",
         *nightly("codecs", "store", "in_flight", "gpu", "load_or_compute", "evictions", "cleaning"),
+        *nightly("cleaning_beside"),
         pytest.param("router_hostile", marks=[NEEDS_NAMESPACES, pytest.mark.nightly]),
         # They start no engine, but loading and configuring vLLM takes as long.
         pytest.param("kv_cache", marks=[pytest.mark.engine, pytest.mark.models]),

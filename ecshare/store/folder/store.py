@@ -20,6 +20,7 @@ import re
 import secrets
 import stat
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -75,6 +76,8 @@ class _Level(NamedTuple):
     folders: list[str]
     objects: list[ObjectInfo]
     temporary: list[TemporaryFile]
+    scan_s: float
+    """The CPU time that the scan took."""
 
 
 class DirectoryStore:
@@ -83,6 +86,8 @@ class DirectoryStore:
     def __init__(self, root: str, *, is_shared: bool = False) -> None:
         self._root = root
         self._is_shared = is_shared
+        self.listing_s = 0.0
+        """The CPU time of listings so far, in threads of the store."""
         self._threads = Threads("files", 8)
         # Saves wait until the disk has their bytes. Their own threads keep loads from waiting too.
         self._saving = Threads("files-save", 8)
@@ -154,6 +159,7 @@ class DirectoryStore:
         levels = [Key(prefix.removesuffix("/")) + "/" if prefix else ""]
         while levels:
             level = await self._threads.run(self._scan, levels.pop())
+            self.listing_s += level.scan_s
             levels += level.folders
             temporary += level.temporary
             for each in level.objects:
@@ -345,7 +351,8 @@ class DirectoryStore:
 
     def _scan(self, level: str) -> _Level:
         """Return what is in one level ("" or "ec/2/")."""
-        scanned = _Level([], [], [])
+        begun_s = time.thread_time()
+        scanned = _Level([], [], [], 0.0)
         try:
             with mapped_errors(level), os.scandir(f"{self._root}/{level}") as entries:
                 for entry in entries:
@@ -368,7 +375,7 @@ class DirectoryStore:
         except ObjectMissing as exc:
             if not os.path.isdir(self._root):
                 raise StoreUnavailable(f"the folder {self._root} is gone") from exc
-        return scanned
+        return scanned._replace(scan_s=time.thread_time() - begun_s)
 
 
 def temporary_name() -> str:

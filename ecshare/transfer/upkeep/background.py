@@ -31,4 +31,5 @@ class Background:
     def _serve(self) -> None:
         with suppress(asyncio.CancelledError):
             self._loop.run_until_complete(self._task)
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()

@@ -72,7 +72,7 @@ class ElectedCleaner:
             integrity=self._integrity,
             kinds=[self._kind],
             timeout_s=self._timeout_s,
-            pace=Pace(_REST),
+            pace=Pace(store, _REST),
             most_s=_MOST_SLOTS * SLOT_S,
             most_objects=MOST_OBJECTS,
         )

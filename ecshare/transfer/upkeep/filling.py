@@ -76,7 +76,7 @@ class HostFiller:
         )
 
     async def _brought(self, store: ObjectStore) -> AsyncIterator[tuple[Brought, int]]:
-        record, pace = self._record, Pace(_REST)
+        record, pace = self._record, Pace(store, _REST)
         most = min(self._config.preload_bytes, self._host.limit_bytes)
         keys = await used_last(
             store,
