@@ -18,7 +18,7 @@ BIN := .venv/bin
 # test, again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test static lint unit packaging engines nightly test-cases test-models test-faults test-gpu test-browser fuzz soak test-matrix constraints docs monitoring model-table clean
+.PHONY: help setup demo test static lint unit packaging engines nightly test-cases test-models test-faults test-gpu test-browser fuzz soak release test-matrix constraints docs monitoring model-table clean
 help:
 	@echo "make demo [STORE=folder|s3] [MODEL=...]   run encode, prefill and decode engines and compare"
 	@echo "make test                                 lint, unit tests, S3 tests, the wheel, real-engine tests"
@@ -31,6 +31,7 @@ help:
 	@echo "make test-browser                         the router's dashboard in Chromium, if it is installed"
 	@echo "make fuzz [SEED=...] [CASES=...]          hostile input of every kind: minutes"
 	@echo "make soak [MINUTES=60]                    a fleet whose parts fail again and again: nothing lost, nothing grows"
+	@echo "make release [REHEARSE=1]                 build what a release has, twice, and try it: minutes; publishes nothing"
 	@echo "make test-matrix [VLLM=...]               what vLLM can break, on each release we serve: hours"
 	@echo "make docs                                 write docs/config.md from the option types"
 	@echo "make monitoring                           write examples/monitoring from the metrics' own tables"
@@ -122,6 +123,10 @@ MINUTES ?= 60
 soak: setup
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
 
+# REHEARSE=1: without a version's section in the change log, with the Pythons that are here.
+release: setup
+	@$(BIN)/python -m scripts.release $(if $(REHEARSE),--rehearse)
+
 test-matrix:
 	@$(PYTHON) scripts/matrix.py $(VLLM)
 
@@ -140,4 +145,4 @@ model-table: setup
 	$(BIN)/python -m lab.registry.page
 
 clean:
-	rm -rf .venv .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf .venv .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -74,6 +74,7 @@ def suites(seed: str, vllm: str = "") -> list[Suite]:
         "faults": (("test-faults",), 180),
         "browser": (("test-browser",), 20),
         "gpu": (("test-gpu",), 60),
+        "release": (("release", "REHEARSE=1"), 60),
         "matrix": (("test-matrix", *releases), 600),
     }
     return [

@@ -2,12 +2,11 @@
 """The wheel in empty environments: each extra installs what its entry point needs, and no more."""
 
 import json
-import shutil
+import os
 import subprocess
 import sys
 import threading
 import urllib.request
-import venv
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +24,9 @@ from tests.ecshare.store.azurite import CONTAINER, Azurite
 ROOT = Path(__file__).parents[2]
 PINNED = ("--constraint", str(ROOT / "constraints.txt"))
 ROUTER_LIMIT_BYTES = 100_000_000
+# `make release` names its wheel, and other Pythons.
+PYTHON = os.environ.get("RELEASE_PYTHON", sys.executable)
+KEPT: Any = {"capture_output": True, "text": True, "check": False}
 
 pytestmark = pytest.mark.packaging
 
@@ -33,7 +35,7 @@ class Empty:
     """An environment with nothing in it, not even pip. Ours installs into it from outside."""
 
     def __init__(self, folder: Path) -> None:
-        venv.create(folder, with_pip=False, symlinks=True)
+        _checked(subprocess.run([PYTHON, "-m", "venv", "--without-pip", folder], **KEPT))
         self.python = folder / "bin" / "python"
         (self.site_packages,) = folder.glob("lib/python3*/site-packages")
 
@@ -42,7 +44,7 @@ class Empty:
 
     def pip(self, *arguments: str) -> str:
         pip = (sys.executable, "-m", "pip", "--python", str(self.python))
-        return _checked(subprocess.run([*pip, *arguments], capture_output=True, text=True))
+        return _checked(subprocess.run([*pip, *arguments], **KEPT))
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run its Python, isolated: neither PYTHONPATH nor the working directory is searched."""
@@ -65,17 +67,11 @@ def _checked(ran: subprocess.CompletedProcess[str]) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Build the wheel from a copy: setuptools would add remains of an older build."""
-    source = tmp_path_factory.mktemp("source")
-    for package in ("ecshare", "kvshare"):
-        shutil.copytree(
-            ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__")
-        )
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    built = source / "built"
+    if given := os.environ.get("RELEASE_WHEEL"):
+        return given
+    built = tmp_path_factory.mktemp("built")
     pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(built))
-    _checked(subprocess.run([*pip, str(source)], capture_output=True, text=True))
+    _checked(subprocess.run([*pip, str(ROOT)], **KEPT))
     (found,) = built.glob("*.whl")
     return str(found)
 
