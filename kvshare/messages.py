@@ -127,16 +127,20 @@ def announcement(num_tokens: int, tp_size: int, num_stages: int = 1) -> dict[str
     return {"kvshare": {"num_tokens": num_tokens, "size": tp_size, **stages}}
 
 
-def is_for_decode(request: "Request") -> bool:
-    """Return whether a coordinator says that another engine decodes this prompt.
+def is_for_decode(request: "Request") -> bool | None:
+    """Return whether a coordinator says that another engine takes this prompt's KV from the store.
 
-    Our router says so in the field `kvshare`, others in vLLM's fields. A client may send either:
-    then the effect is no larger than that of a client's `kvshare_save`.
+    None: it does not say. Our router says so in the field `kvshare`, others in vLLM's fields, where
+    ours counts more: with False the other engine fetches the KV by another connector. A client may
+    send either: then the effect is no larger than that of a client's `kvshare_save`.
     """
     params: Any = request.kv_transfer_params
     if not isinstance(params, dict):
-        return False
-    return params.get("do_remote_decode") is True or _announced(request).get("for_decode") is True
+        return None
+    said = _announced(request).get("for_decode")
+    if isinstance(said, bool):
+        return said
+    return True if params.get("do_remote_decode") is True else None
 
 
 def wants_announcement(request: "Request") -> bool:
@@ -146,7 +150,7 @@ def wants_announcement(request: "Request") -> bool:
     """
     params: Any = request.kv_transfer_params
     knows_ours = isinstance(params, dict) and isinstance(params.get("kvshare"), dict)
-    return knows_ours or is_for_decode(request)
+    return knows_ours or is_for_decode(request) is True
 
 
 def announced_tp_size(request: "Request") -> int:

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ecshare import __version__
-from scripts.environment import CACHE, ROOT
 
+ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 # Exact versions: what hatchling writes depends on its own.
 TOOLS = ("build==1.6.1", "cyclonedx-bom==7.5.0", "hatchling==1.33.0", "twine==7.0.0")
@@ -124,7 +124,7 @@ def _answers(python: str) -> bool:
 
 def _tools() -> Path:
     """Return the Python of an environment with the tools; make it if it is not there."""
-    folder = CACHE / "release"
+    folder = ROOT / ".cache" / "release"
     python = folder / "bin" / "python"
     if not python.exists():
         _run("making an environment for the tools", Path(sys.executable), "-m", "venv", str(folder))

@@ -68,15 +68,15 @@ class SavePolicy:
         return Limit()
 
     def is_for_decode(self, request: "Request") -> bool:
-        """Return whether another engine decodes this prompt, and waits for its KV.
+        """Return whether another engine decodes this prompt, and waits until its KV is stored.
 
-        The request's fields say so. Without them, it is true for a request for one token to an
+        The request's fields say whether. Without them, it is true for a request for one token to an
         engine that only saves, as some proxies send it. For other engines, such a request may be a
         step of a beam search, or a score. A request that samples nothing, as for pooling, has a
         limit of one token too, but no other engine continues it.
         """
-        if is_for_decode(request):
-            return True
+        if (said := is_for_decode(request)) is not None:
+            return said
         samples = request.sampling_params is not None
         return self._only_saves and samples and request.max_tokens == 1
 

@@ -2,6 +2,7 @@
 """What `make release` refuses. `make nightly` rehearses a whole release."""
 
 import io
+import runpy
 import tarfile
 import zipfile
 from pathlib import Path
@@ -9,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from ecshare import __version__
-from scripts.release import LICENSE, ReleaseFailed, check_contents, check_equal, notes
+
+RELEASE = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "release.py"))
+LICENSE: str = RELEASE["LICENSE"]
+ReleaseFailed: type[Exception] = RELEASE["ReleaseFailed"]
+notes, check_contents, check_equal = (
+    RELEASE[name] for name in ("notes", "check_contents", "check_equal")
+)
 
 HEADING = f"{__version__} - 2026-11-27"
 INFO = f"ecshare-{__version__}.dist-info/METADATA"
@@ -17,7 +24,7 @@ TOP = f"ecshare-{__version__}"
 
 
 def test_notes_are_the_section_of_this_version() -> None:
-    log = f"# Changes\n\nAll.\n\n## {HEADING}\n\n### Added\n\n- this\n\n## 0.0.1 - 2025-01-01\n\n- old\n"
+    log = f"# Changes\n\n## {HEADING}\n\n### Added\n\n- this\n\n## 0.0.1 - 2025-01-01\n\n- old\n"
     assert notes(log) == "### Added\n\n- this\n"
     assert notes(log.replace(HEADING, "Unreleased"), "Unreleased") == "### Added\n\n- this\n"
 

@@ -96,9 +96,10 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     (ulimit -n) where that is less; one beyond it takes the place of one that has sent no
     request yet, or is answered 503 and closed; as many downloads of media may be under way."""
 
-    hand_over: Annotated[Literal["streamed", "after"], Option("--hand-over")] = "streamed"
-    """When decode gets its request: while a free prefill engine computes, so that it loads what
-    is there already, or always after."""
+    hand_over: Annotated[Literal["streamed", "after", "direct"], Option("--hand-over")] = "streamed"
+    """How decode gets KV. `streamed`: from the store, while a free prefill engine computes, so
+    that it loads what is there already. `after`: from the store, always after. `direct`: after,
+    from the prefill engine by a connector beside ours, such as NIXL's."""
 
     allow_media_domains: Annotated[
         tuple[str, ...],

@@ -17,6 +17,7 @@ from ecshare.router.http.blobs import Payload
 from ecshare.router.http.context import RequestContext
 from ecshare.router.http.responses import end_stream, unavailable, verbatim
 from ecshare.router.options.config import RouterConfig
+from ecshare.router.stages import plan
 from ecshare.router.stages.work import decode_work
 from ecshare.router.types import Stage
 
@@ -62,8 +63,15 @@ class Decode:
         limit_s = self._first_byte_limit_s(request, concurrent_stage)
 
         async def ask(attempt: Attempt) -> web.StreamResponse:
+            nonlocal payload
             not_last = attempt._replace(is_last=_is_never_last)  # D alone is tried after it
-            return await self._forward(context, not_last, payload, limit_s, concurrent_stage)
+            try:
+                return await self._forward(context, not_last, payload, limit_s, concurrent_stage)
+            except EngineError as failure:
+                again = plan.serves_again(request) if failure.reached else request
+                if again is not request:
+                    payload = _payload(context, again)
+                raise
 
         def may_move(failure: EngineError) -> bool:
             # Else an embedding may be lost, for every D.

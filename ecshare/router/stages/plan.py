@@ -36,9 +36,17 @@ _NOT_FOR_PREFILL = (
 )  # fmt: skip
 FOR_DECODE: Request = {"kvshare": {"for_decode": True}}
 """Tells P that another engine goes on with the prompt. See docs/format.md."""
+DIRECT: Request = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "kvshare": {"for_decode": False},
+}
+"""Tells P that another engine fetches the KV from it, by a connector beside ours. Ours then stores
+the prompt by its own rules, because nobody waits for it. The first two fields are vLLM's."""
 STREAMED: Request = {"kvshare": {"streamed": True}}
 """Tells D, while P still computes, that the whole prompt will be stored. See docs/format.md."""
 
+_SERVE_AGAIN = ("kvshare", SAVE_OPTIONS[KV_PARAMS])
 _MAX_METADATA_FIELDS = 16
 _MAX_METADATA_VALUES = 65_536
 
@@ -141,13 +149,16 @@ def _modalities_sent_whole(
     return {name for name, sets in fields.items() if len(sets) > 1 or () in sets}
 
 
-def prefill_request(endpoint: Endpoint, request: Request) -> Request:
-    """Return the request to P: the same prompt for another engine, one token, no further output."""
+def prefill_request(endpoint: Endpoint, request: Request, params: Request = FOR_DECODE) -> Request:
+    """Return the request to P: the same prompt for another engine, one token, no further output.
+
+    `params`: FOR_DECODE or DIRECT.
+    """
     kept = {name: value for name, value in request.items() if name not in _NOT_FOR_PREFILL}
     if _is_thinking(kept.get("thinking")):
         del kept["thinking"]  # its budget must be less than max_tokens, and is all that it sets
     kept |= dict.fromkeys(endpoint.limits, 1) | endpoint.prefill
-    return _with_params(kept, KV_PARAMS, FOR_DECODE)
+    return _with_params(kept, KV_PARAMS, params)
 
 
 def _is_thinking(value: Any) -> bool:
@@ -166,6 +177,23 @@ def scores_prompt(endpoint: Endpoint, request: Request) -> bool:
 def decode_request(request: Request, hand_over: Request | None) -> Request:
     """Return the request to D: the client's own sampling, and what P handed over."""
     return request if hand_over is None else _with_params(request, KV_PARAMS, hand_over)
+
+
+def is_fetched_once(client: ClientRequest) -> bool:
+    """Tell whether D fetches the prompt's KV once at most, if it is handed over directly.
+
+    Several answers to one prompt would each fetch it; after the first one P reuses its memory.
+    """
+    request = client.request
+    is_one_answer = request.get("n") in (None, 1) and not request.get("use_beam_search")
+    return client.is_one_prompt and is_one_answer
+
+
+def serves_again(request: Request) -> Request:
+    """Return a request to D without what P handed over for one engine, once: all but our part."""
+    params = request.get(KV_PARAMS) or {}
+    kept = {name: params[name] for name in params if name in _SERVE_AGAIN}
+    return request if len(kept) == len(params) else request | {KV_PARAMS: kept}
 
 
 def _with_params(request: Request, name: str, params: Request) -> Request:
@@ -244,11 +272,10 @@ def reported_hand_over(answer: Request) -> Request | None:
 def num_missing_tokens(answer: Request) -> int | None:
     """Return how many tokens of its prompt P has not stored, besides the last, which D computes.
 
-    None: P does not say, or hands over something that may serve only once.
+    None: P does not say.
     """
-    hand_over = reported_hand_over(answer) or {}
-    ours = hand_over.get("kvshare")
-    if hand_over.keys() != {"kvshare"} or not isinstance(ours, dict):
+    ours = (reported_hand_over(answer) or {}).get("kvshare")
+    if not isinstance(ours, dict):
         return None
     num_stored, num_tokens = ours.get("num_tokens"), _num_prompt_tokens(answer.get("usage"))
     if type(num_stored) is not int or num_tokens is None:

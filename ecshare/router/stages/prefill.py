@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from ecshare.router.api.answer import PrefillUsage
-from ecshare.router.api.client_request import KV_PARAMS, Media, Request, turns_of, with_json_of
+from ecshare.router.api.client_request import (
+    KV_PARAMS,
+    ClientRequest,
+    Media,
+    Request,
+    turns_of,
+    with_json_of,
+)
 from ecshare.router.api.errors import EngineError
 from ecshare.router.fleet.client import EngineClient
 from ecshare.router.fleet.engines import Engine
@@ -40,16 +47,21 @@ class Prefill:
         self._decode = decode
         self._asks_only_if_needed = config.prefill == "needed"
         self._hands_over_early = config.hand_over == "streamed"
+        self._hands_over_directly = config.hand_over == "direct"
         self.index = index
 
     def serves(self, context: RequestContext, request: Request) -> bool:
-        """Tell whether P is of use: one serves the model, and may store what D can load."""
+        """Tell whether P is of use: one serves the model, and D can have what it computes."""
         client = context.client
         return (
             bool(self._pool.serving(client.model))
-            and client.allows(KV_PARAMS)
+            and (client.allows(KV_PARAMS) or self._is_direct(client))
             and not plan.scores_prompt(client.endpoint, request)
         )
+
+    def _is_direct(self, client: ClientRequest) -> bool:
+        """Tell whether D fetches what P computes by a connector beside ours."""
+        return self._hands_over_directly and plan.is_fetched_once(client)
 
     async def answer(
         self, context: RequestContext, request: Request, media: Sequence[Media]
@@ -115,7 +127,9 @@ class Prefill:
         client = context.client
         with self._limits.slot(Stage.PREFILL, client.model) as slot, context.timed(Stage.PREFILL):
             slot.take()
-            payload = context.payload(plan.prefill_request(client.endpoint, request), context.work)
+            params = plan.DIRECT if self._is_direct(client) else plan.FOR_DECODE
+            for_prefill = plan.prefill_request(client.endpoint, request, params)
+            payload = context.payload(for_prefill, context.work)
             usage = context.prefill_usage = PrefillUsage(was_asked=True)
             try:
                 answer = await self._client.ask(context, engine, payload)

@@ -98,7 +98,9 @@ class PrefilledPrompts:
         if num_missing is None or hand_over is None:
             self.forget(turns)
         else:
-            self._note(turns, _CHARS_A_TOKEN * num_missing, hand_over)
+            # The rest, if any, has served once.
+            stored = {"kvshare": hand_over["kvshare"]}
+            self._note(turns, _CHARS_A_TOKEN * num_missing, stored)
 
     def note_decoded(self, turns: list[Turn], known: Known, answer: Request) -> None:
         """Note D's `answer` to a known prompt. D has stored what was new of it, if it does.

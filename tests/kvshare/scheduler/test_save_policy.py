@@ -154,6 +154,20 @@ def test_request_with_kvshare_save_true_overrides_the_rules(
     assert num_stored(tmp_path) == 4
 
 
+@pytest.mark.parametrize("role", ["kv_producer", "kv_both"])
+def test_prompt_that_is_fetched_directly_is_stored_by_the_rules(
+    start: StartEngine, tmp_path: Path, role: str
+) -> None:
+    """No engine waits for what is stored of it."""
+    directly = {"do_remote_decode": True, "kvshare": {"for_decode": False}}
+    engine = start(role, store={"save_after": 2})
+    assert announced(ask(engine, "a", max_tokens=1, kv_transfer_params=directly)) == 0
+    assert num_stored(tmp_path) == 0
+    assert engine.counts["declined/save_after"] == 4
+    assert announced(ask(engine, "b", max_tokens=1, kv_transfer_params=directly)) == ALL
+    assert num_stored(tmp_path) == 4
+
+
 @pytest.mark.parametrize(
     "params",
     [

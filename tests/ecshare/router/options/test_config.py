@@ -105,7 +105,7 @@ def test_a_senseless_command_line_is_refused_with_the_reason(
         ("max-items", "0 x", "a whole number of at least 1"),
         ("max-decodes", "-1 x", "a whole number of at least 0"),
         ("retry-share", "2 nan x", "a number from 0 to 1"),
-        ("hand-over", "never", "one of streamed, after"),
+        ("hand-over", "never", "one of streamed, after, direct"),
         ("allow-media-network", "x 10.0.0.1/8", "a network like 10.0.0.0/8 or fd00::/8, or one"),
         ("forward-header", "Host a:b", "the name of a header that does not belong to"),
     ],
