@@ -274,9 +274,15 @@ def check_tiers(extra: dict[str, Any]) -> None:
 
 
 def configurations(text: str) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of `text` that configure a connector."""
+    """Yield the JSON objects of `text` that configure a connector. In place of a MultiConnector,
+    those of its children that are ours."""
     for said in json_objects(text):
-        if {"url", "ec_connector", "kv_connector"} & set(said):
+        if said.get("kv_connector") == "MultiConnector":
+            children = said["kv_connector_extra_config"]["connectors"]
+            ours = [each for each in children if each["kv_connector"] == "KVShareConnector"]
+            assert len(ours) == 1
+            yield from ours
+        elif {"url", "ec_connector", "kv_connector"} & set(said):
             yield said
 
 
