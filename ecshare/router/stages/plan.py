@@ -189,11 +189,17 @@ def is_fetched_once(client: ClientRequest) -> bool:
     return client.is_one_prompt and is_one_answer
 
 
+def serves_once(hand_over: Request | None) -> bool:
+    """Whether a hand-over has what a connector beside ours says, for one reader."""
+    return hand_over is not None and not hand_over.keys() <= {*_SERVE_AGAIN}
+
+
 def serves_again(request: Request) -> Request:
-    """Return a request to D without what P handed over for one engine, once: all but our part."""
-    params = request.get(KV_PARAMS) or {}
-    kept = {name: params[name] for name in params if name in _SERVE_AGAIN}
-    return request if len(kept) == len(params) else request | {KV_PARAMS: kept}
+    """Return a request to D without what P handed over for one reader: all but our part."""
+    params: Request = request.get(KV_PARAMS) or {}
+    if not serves_once(params):
+        return request
+    return request | {KV_PARAMS: {name: params[name] for name in params if name in _SERVE_AGAIN}}
 
 
 def _with_params(request: Request, name: str, params: Request) -> Request:

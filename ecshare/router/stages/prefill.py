@@ -2,6 +2,7 @@
 """Prefill: P prefills a prompt, unless it has stored it. D may load while P computes."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
 from aiohttp import web
@@ -27,6 +28,8 @@ from ecshare.router.stages.limits import StageLimits
 from ecshare.router.stages.prefilled import Known, PrefilledPrompts
 from ecshare.router.types import Stage
 
+logger = logging.getLogger(__name__)
+
 
 class Prefill:
     """Asks prefill engines, and then decode. Belongs to the event loop's thread."""
@@ -48,6 +51,8 @@ class Prefill:
         self._asks_only_if_needed = config.prefill == "needed"
         self._hands_over_early = config.hand_over == "streamed"
         self._hands_over_directly = config.hand_over == "direct"
+        self._indirect: set[str] = set()
+        """The P that were found to hand over nothing directly."""
         self.index = index
 
     def serves(self, context: RequestContext, request: Request) -> bool:
@@ -141,8 +146,19 @@ class Prefill:
             self.index.note_prefilled(context.turns, answer)
         hand_over = plan.reported_hand_over(answer)
         engine.streams = plan.is_streamed(hand_over)
+        if params is plan.DIRECT and not plan.serves_once(hand_over):
+            self._warn_of_indirect(engine)
         # Of several prompts it describes the first alone.
         return hand_over if client.is_one_prompt else None
+
+    def _warn_of_indirect(self, engine: Engine) -> None:
+        if engine.url not in self._indirect:
+            self._indirect.add(engine.url)
+            logger.warning(
+                "--hand-over direct: %s hands nothing over but by way of the store, if at all: its "
+                "--kv-transfer-config needs a connector such as NIXL's beside ours",
+                engine.url,
+            )
 
     async def _prefill_and_decode(
         self, context: RequestContext, engine: Engine, request: Request

@@ -108,6 +108,19 @@ async def test_d_that_cannot_be_reached_leaves_all_to_the_next_one() -> None:
         assert params_of(f.d.bodies) == [OF_NIXL] * 4
 
 
+async def test_p_without_a_connector_beside_ours_is_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with direct(num_p=2) as f:
+        f.prefillers[0].answer = handing_over(kvshare=OURS)
+        f.prefillers[1].answer = handing_over(**OF_NIXL)
+        for number in range(6):
+            assert await ask(f, {"type": "text", "text": str(number)}) == "prefill,decode"
+        assert all(f.prefillers[number].bodies for number in range(2))
+        (said,) = [each for each in caplog.messages if "--hand-over direct" in each]
+        assert f.prefillers[0].url in said
+
+
 @pytest.mark.parametrize("fields", [{"n": 2}, {"use_beam_search": True}])
 async def test_several_answers_to_one_prompt_go_by_way_of_the_store(fields: dict[str, Any]) -> None:
     """Each would fetch the KV from P, which frees its memory after the first."""
