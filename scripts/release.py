@@ -10,6 +10,7 @@ bring, in CycloneDX's format) and SHA256SUMS.
 
 import argparse
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ import tempfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ecshare import __version__
 
@@ -184,8 +186,22 @@ def _write_packages(tools: Path, wheel: Path) -> None:
         pip = ("-m", "pip", "--python", str(python), "install", "--quiet")
         pinned = ("--constraint", str(ROOT / "constraints.txt"))
         _run("installing the extras", tools, *pip, f"{wheel}[{EXTRAS}]", *pinned)
-        target = ("--output-reproducible", "--output-file", str(DIST / "sbom.json"))
-        _run("cyclonedx", tools, "-m", "cyclonedx_py", "environment", *target, str(python))
+        describe = ("-m", "cyclonedx_py", "environment", "--output-reproducible", str(python))
+        found = json.loads(_run("cyclonedx", tools, *describe))
+    (DIST / "sbom.json").write_text(json.dumps(without_places(found), indent=1) + "\n")
+
+
+def without_places(bill: Any) -> Any:  # noqa: ANN401 — any JSON
+    """Return a list of packages without the folders of this machine that they came from."""
+    if isinstance(bill, list):
+        return [without_places(each) for each in bill if "file://" not in str(_url_of(each))]
+    if isinstance(bill, dict):
+        return {name: without_places(value) for name, value in bill.items()}
+    return bill
+
+
+def _url_of(value: Any) -> Any:  # noqa: ANN401 — any JSON
+    return value.get("url") if isinstance(value, dict) else None
 
 
 def _write_sums() -> None:
@@ -204,13 +220,12 @@ def _run(what: str, python: Path, *arguments: str, **environment: str) -> str:
         [python, *arguments],
         cwd=ROOT,
         env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        capture_output=True,
         text=True,
         check=False,
     )
     if ran.returncode:
-        print(ran.stdout, file=sys.stderr)
+        print(ran.stdout + ran.stderr, file=sys.stderr)
         raise ReleaseFailed(f"{what} failed, see above")
     return ran.stdout
 

@@ -80,6 +80,16 @@ def test_sdist_with_another_file_is_refused(tmp_path: Path, name: str) -> None:
         check_contents(*packed(tmp_path, sdist=(name,)))
 
 
+def test_list_of_packages_tells_nothing_of_this_machine() -> None:
+    ours = {
+        "name": "a",
+        "externalReferences": [{"url": "file:///here/a.whl"}, {"url": "https://a"}],
+    }
+    shown = RELEASE["without_places"]({"components": [ours], "version": 1})
+    assert shown["components"][0]["externalReferences"] == [{"url": "https://a"}]
+    assert shown["version"] == 1
+
+
 def test_builds_that_differ_are_refused(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     for folder in (one, other):
