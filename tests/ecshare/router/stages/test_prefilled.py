@@ -127,7 +127,6 @@ async def test_another_text_or_picture_is_another_prompt() -> None:
         stored(TOKENS),
         stored(True),
         stored(TOKENS - 2),
-        stored(remote_block_ids=[1]),
     ],
 )
 async def test_what_p_has_not_stored_whole_is_prefilled_again(answer: Any) -> None:
