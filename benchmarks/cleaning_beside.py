@@ -31,7 +31,6 @@ from ecshare.transfer.upkeep.background import Background
 from ecshare.transfer.upkeep.elected import _REST
 from ecshare.upkeep.budget import Budget
 from ecshare.upkeep.clean import Cleaner
-from ecshare.upkeep.notes import Pace
 
 MODULE = "benchmarks.cleaning_beside"
 NAMESPACE = "f" * 32
@@ -106,7 +105,7 @@ def cleaned_by(who: str, place: Place) -> Iterator[None]:
 async def _clean(config: StoreConfig) -> None:
     store = open_store(config, "options")
     while True:
-        await Cleaner(store, Budget({"": ALL_BYTES}, {}), pace=Pace(store, _REST)).run()
+        await Cleaner(store, Budget({"": ALL_BYTES}, {}), rest=_REST).run()
 
 
 def measure(place: Place, num: int, rounds: int, table: Table) -> None:

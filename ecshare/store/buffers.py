@@ -18,6 +18,12 @@ def fresh_buffer(num_bytes: int) -> memoryview:
     if num_bytes < _HUGE_PAGE_BYTES:
         return memoryview(bytearray(num_bytes))
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    prefer_huge_pages(pages)
     return memoryview(pages)
+
+
+def prefer_huge_pages(memory: mmap.mmap) -> None:
+    """Have the kernel back `memory` by huge pages, if it has them. To be called before its use."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)

@@ -127,7 +127,7 @@ class Cleaner:
         integrity: Integrity | None = None,
         kinds: Sequence[Kind] = tuple(Kind),
         timeout_s: float = 60.0,
-        pace: Pace | None = None,
+        rest: float = 0.0,
         most_s: float = float("inf"),
         most_objects: int = MOST_OBJECTS,
         is_dry: bool = False,
@@ -135,15 +135,16 @@ class Cleaner:
         """Clean `store`, or with `is_dry` only plan to.
 
         `integrity`: notes without its MAC are ignored. `kinds`: those of the objects to clean.
-        `timeout_s`: for each call of the store. `most_s`: seconds after which it removes no more.
-        `most_objects`: the most in memory, 110 bytes each; a store with more is cleaned in parts.
+        `timeout_s`: for each call of the store. `rest`: see `Pace`. `most_s`: seconds after which
+        it removes no more. `most_objects`: the most in memory, 110 bytes each; a store with more is
+        cleaned in parts.
         """
         self.report = Report()
         self._budget = budget
         self._integrity = integrity
         self._kinds = tuple(kinds)
         self._calls = Calls(store, timeout_s)
-        self._pace = pace or Pace(store)
+        self._pace = Pace(store, rest)
         self._notes = NoteReader(self._calls, kinds, integrity, self._pace)
         self._most_s = most_s
         self._most_objects = most_objects

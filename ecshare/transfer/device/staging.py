@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ecshare.store.buffers import prefer_huge_pages
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -134,10 +135,9 @@ class Arena:
         if hasattr(mmap, "MADV_DONTFORK"):
             # After a fork the next write moves to a new page, while a device copies to the old one.
             memory.madvise(mmap.MADV_DONTFORK)
-        if is_gpu(device) and hasattr(mmap, "MADV_HUGEPAGE"):
+        if is_gpu(device):
             # Loads take half the time. All of it is pinned, so none is wasted.
-            with suppress(OSError):  # a kernel without huge pages
-                memory.madvise(mmap.MADV_HUGEPAGE)
+            prefer_huge_pages(memory)
         self._memory = torch.frombuffer(memory, dtype=torch.uint8)
         self._lock = threading.Lock()
         self._free = [(0, self.num_bytes)]

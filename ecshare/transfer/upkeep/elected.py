@@ -18,7 +18,6 @@ from ecshare.store.objects import ObjectStore, stored_at
 from ecshare.transfer.upkeep.background import MOST_OBJECTS, Background
 from ecshare.upkeep.budget import Budget
 from ecshare.upkeep.clean import Cleaner
-from ecshare.upkeep.notes import Pace
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +71,7 @@ class ElectedCleaner:
             integrity=self._integrity,
             kinds=[self._kind],
             timeout_s=self._timeout_s,
-            pace=Pace(store, _REST),
+            rest=_REST,
             most_s=_MOST_SLOTS * SLOT_S,
             most_objects=MOST_OBJECTS,
         )
