@@ -9,6 +9,7 @@ has reached, whether they are answered or not: how long does the first token tak
     python -m benchmarks.epd --proxy disagg_epd_proxy.py
     python -m benchmarks.epd --proxy disagg_epd_proxy.py --executor mp
     python -m benchmarks.epd --proxy disagg_epd_proxy.py --streamed --tokens 16 --requests 192
+    python -m benchmarks.epd --proxy disagg_epd_proxy.py --gpu
 
 The proxy is part of vLLM's source distribution: examples/disaggregated/disaggregated_encoder.
 Without it only our stack is measured.
@@ -16,6 +17,8 @@ Without it only our stack is measured.
 An engine runs scheduler and worker in one process, vLLM's default for one GPU, or with
 `--executor mp` in two, its default on a CPU. The process that waits for the other then spins on a
 core, which the other engines lack on this machine.
+
+With `--gpu` all engines share one GPU, with CUDA graphs and the model runner that vLLM chooses.
 """
 
 import statistics
@@ -34,7 +37,9 @@ from benchmarks.measure import in_turn, percentile
 from benchmarks.report import Report, Table, arguments, command_line
 from lab.models import make_qwen25_vl
 from lab.servers.engines import (
+    ON_A_GPU,
     RANK_APART,
+    SMALL,
     SMALL_ENGINE,
     EngineProcess,
     ec_argument,
@@ -73,6 +78,23 @@ class Load:
         """Return a request about a picture of its own for each `number`."""
         text = f"Number {number}. {TEXT}"
         return question(text, [picture(number, PICTURE_PIXELS)], self.num_tokens)
+
+
+@dataclass(frozen=True)
+class Engines:
+    """What all engines have in common."""
+
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    on_gpu: bool
+
+    def make(self, name: str, model: Path, folder: Path, extra: Sequence[str]) -> EngineProcess:
+        """Return an engine with `extra` arguments; its log is in `folder`."""
+        common = ("--dtype=float32", *SMALL, *ON_A_GPU) if self.on_gpu else SMALL_ENGINE
+        given = (*common, *self.arguments, *extra)
+        return EngineProcess(
+            name, model, folder, given, self.environment, runner_of_vllm=self.on_gpu
+        )
 
 
 @dataclass(frozen=True)
@@ -128,6 +150,10 @@ def main(words: Sequence[str]) -> None:
     parser = arguments(__doc__ or "", MODULE)
     parser.add_argument("--proxy", type=Path, help="vLLM's disagg_epd_proxy.py")
     parser.add_argument("--executor", choices=("uni", "mp"), help="of all engines (uni)")
+    parser.add_argument("--gpu", action="store_true", help="engines on one GPU")
+    parser.add_argument(
+        "--engine-argument", action="append", default=[], help="of all engines; may be repeated"
+    )
     parser.add_argument("--streamed", action="store_true", help="stream all answers")
     parser.add_argument("--tokens", type=int, help="of each answer (8)")
     parser.add_argument("--requests", type=int, help="of a phase (96)")
@@ -139,11 +165,13 @@ def main(words: Sequence[str]) -> None:
     settings |= {"answer tokens": load.num_tokens, "streamed": load.streams}
     environment = RANK_APART if options.executor == "mp" else {}
     name = "epd-mp" if options.executor == "mp" else "epd"
+    name += "-gpu" if options.gpu else ""
     name += "-streamed" if options.streamed else ""
+    engines = Engines(options.engine_argument, environment, options.gpu)
     report = Report(name, command_line(MODULE, options), settings)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.disk)))
-        stacks, plain = stack.enter_context(_stacks(folder, options.proxy, environment))
+        stacks, plain = stack.enter_context(_stacks(folder, options.proxy, engines))
         requests = [_requests(turn, num_requests) for turn in range(rounds)]
         phases = _measure(stacks, requests, load)
         report.add(_table(load, list(stacks), phases, _num_other(plain, requests, phases, load)))
@@ -160,7 +188,7 @@ def main(words: Sequence[str]) -> None:
 
 @contextmanager
 def _stacks(
-    folder: Path, proxy: Path | None, environment: Mapping[str, str]
+    folder: Path, proxy: Path | None, kind: Engines
 ) -> Iterator[tuple[dict[str, Stack], EngineProcess]]:
     """Start both stacks, each with a store of its own, and have each answer once.
 
@@ -170,8 +198,7 @@ def _stacks(
     with ExitStack() as stack:
 
         def start(name: str, *extra: str) -> EngineProcess:
-            engine = EngineProcess(name, model, folder, (*SMALL_ENGINE, *extra), environment)
-            return engine.start_in(stack)
+            return kind.make(name, model, folder, extra).start_in(stack)
 
         plain = start("plain")
         started = {OURS: _our_engines(folder, start)}

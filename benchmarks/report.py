@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -148,6 +149,9 @@ def command_line(module: str, options: argparse.Namespace) -> str:
     words = [f"python -m {module}"]
     for name, value in vars(options).items():
         if isinstance(value, Path) or value in (None, False):
+            continue
+        if isinstance(value, list):
+            words += [f"--{name.replace('_', '-')}={shlex.quote(each)}" for each in value]
             continue
         words.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}"))
     return " ".join(words)

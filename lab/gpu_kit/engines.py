@@ -24,15 +24,19 @@ import torch
 from lab.gpu_kit.kit import Bench, Check, Skipped
 from lab.models import FAMILIES, make_qwen2
 from lab.servers import openai_client as client
-from lab.servers.engines import SMALL, SMALL_ENGINE, EngineProcess, ec_argument, kv_argument
+from lab.servers.engines import (
+    ON_A_GPU,
+    SMALL,
+    SMALL_ENGINE,
+    EngineProcess,
+    ec_argument,
+    kv_argument,
+)
 from lab.servers.openai_client import Answer
 from lab.servers.processes import Server
 
 LONG_TOKENS = 16_384
 _ANSWER_TOKENS = 128
-# Up to four share a device. With a given KV cache they may start at the same time: otherwise vLLM
-# measures free memory, and fails if others take or free some meanwhile.
-_ON_A_GPU = ("--gpu-memory-utilization=0.2", f"--kv-cache-memory-bytes={2 << 30}")
 _AS_USERS = ("--dtype=bfloat16", *SMALL)
 MOST_APART = 0.25
 """The largest difference between two log-probabilities of one token. On a CPU, where rounding does
@@ -53,7 +57,7 @@ class Fleet:
         """
         self._bench = bench
         self._own = [*(SMALL_ENGINE if is_exact else _AS_USERS)]
-        self._own += _ON_A_GPU if bench.is_gpu else ["--enforce-eager"]  # a CPU compiles for long
+        self._own += ON_A_GPU if bench.is_gpu else ["--enforce-eager"]  # a CPU compiles for long
         self._own += bench.engine_arguments
         self._root = bench.folder()
         self._stack = ExitStack()

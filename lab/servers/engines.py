@@ -35,6 +35,9 @@ SMALL_ENGINE = (
     "--enforce-eager",
     *SMALL,
 )
+# Several share a device. With a given KV cache they may start at the same time: otherwise vLLM
+# measures free memory, and fails if others take or free some meanwhile.
+ON_A_GPU = ("--gpu-memory-utilization=0.2", f"--kv-cache-memory-bytes={2 << 30}")
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
     # One thread for each engine, on any core. By default an engine pins one thread to every core,
