@@ -19,8 +19,7 @@ from ecshare.router.http.context import CONTEXT, RequestContext
 from ecshare.router.http.drain import RequestsInFlight
 from ecshare.router.http.events import Events, Subscriber
 from ecshare.router.http.memory import MemoryBudget
-from ecshare.router.http.middleware import request_middleware
-from ecshare.router.http.origins import Origins
+from ecshare.router.http.middleware import Origins, request_middleware
 from ecshare.router.http.responses import end_stream, json_response, send
 from ecshare.router.media.identity import is_inline
 from ecshare.router.options.config import RouterConfig
