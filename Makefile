@@ -18,7 +18,7 @@ BIN := .venv/bin
 # test, again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test static lint unit packaging engines nightly test-cases test-models test-faults test-gpu test-browser fuzz soak release test-matrix constraints docs monitoring model-table clean
+.PHONY: help setup demo test static lint unit packaging engines nightly test-cases test-models test-faults test-direct test-gpu test-browser fuzz soak release test-matrix constraints docs monitoring model-table clean
 help:
 	@echo "make demo [STORE=folder|s3] [MODEL=...]   run encode, prefill and decode engines and compare"
 	@echo "make test                                 lint, unit tests, S3 tests, the wheel, real-engine tests"
@@ -27,6 +27,7 @@ help:
 	@echo "make test-cases                           further cases of what the gate tries once: minutes"
 	@echo "make test-models                          real engines beyond that, of more models: minutes"
 	@echo "make test-faults                          real engines whose store fails: minutes"
+	@echo "make test-direct                          KV handed over by NIXL, which this installs, and faults on the way: minutes"
 	@echo "make test-gpu [PYTHON=...]                on a GPU, by a Python with torch; with vLLM there, engines too: minutes"
 	@echo "make test-browser                         the router's dashboard in Chromium, if it is installed"
 	@echo "make fuzz [SEED=...] [CASES=...]          hostile input of every kind: minutes"
@@ -103,6 +104,11 @@ test-models: setup
 test-faults: setup
 	@if unshare -rm true 2>/dev/null; then own="unshare -rm"; fi; \
 	$$own $(BIN)/python -m pytest -v -m faults
+
+# NIXL's wheels also run without CUDA. They require torch, which is here already.
+test-direct: setup
+	$(BIN)/python -m pip install --quiet --no-deps nixl nixl-cu12
+	$(BIN)/python -m pytest -v tests/engines/test_kv_direct.py
 
 # By the Python that has the GPU's torch, not by .venv, which has the CPU's.
 test-gpu:
