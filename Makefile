@@ -18,7 +18,7 @@ BIN := .venv/bin
 # test, again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test static lint unit packaging engines nightly test-cases test-models test-faults test-direct test-gpu test-browser fuzz soak release test-matrix constraints docs monitoring model-table clean
+.PHONY: help setup demo test static lint unit packaging engines nightly test-cases test-models test-faults test-direct test-gpu test-browser fuzz soak release test-matrix constraints docs dashboard-picture monitoring model-table clean
 help:
 	@echo "make demo [STORE=folder|s3] [MODEL=...]   run encode, prefill and decode engines and compare"
 	@echo "make test                                 lint, unit tests, S3 tests, the wheel, real-engine tests"
@@ -35,6 +35,7 @@ help:
 	@echo "make release [REHEARSE=1]                 build what a release has, twice, and try it: minutes; publishes nothing"
 	@echo "make test-matrix [VLLM=...]               what vLLM can break, on each release we serve: hours"
 	@echo "make docs                                 write docs/config.md from the option types"
+	@echo "make dashboard-picture                    draw docs/images/dashboard.png by Chromium"
 	@echo "make monitoring                           write examples/monitoring from the metrics' own tables"
 	@echo "make model-table                          write docs/model-table.md from vLLM's registry: a minute"
 	@echo "make constraints                          write constraints.txt: the versions in .venv"
@@ -123,6 +124,11 @@ fuzz: setup
 # The router's dashboard in Chromium, which `apt-get install chromium` brings.
 test-browser: setup
 	$(BIN)/python -m pytest -v -m browser tests/ecshare/router
+
+# The picture of it in the docs.
+dashboard-picture: setup
+	DASHBOARD_PICTURE=docs/images/dashboard.png $(BIN)/python -m pytest -q \
+		tests/ecshare/router/telemetry/test_picture.py
 
 # A fleet of real engines, whose store, engines and router fail again and again.
 MINUTES ?= 60
