@@ -18,7 +18,7 @@ BIN := .venv/bin
 # test, again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test static lint unit packaging engines nightly test-cases test-models test-faults test-gpu test-browser fuzz soak release test-matrix constraints docs monitoring model-table clean
+.PHONY: help setup demo test static lint unit packaging engines nightly test-cases test-models test-faults test-direct test-gpu test-browser fuzz soak release test-matrix constraints docs dashboard-picture monitoring model-table clean
 help:
 	@echo "make demo [STORE=folder|s3] [MODEL=...]   run encode, prefill and decode engines and compare"
 	@echo "make test                                 lint, unit tests, S3 tests, the wheel, real-engine tests"
@@ -27,6 +27,7 @@ help:
 	@echo "make test-cases                           further cases of what the gate tries once: minutes"
 	@echo "make test-models                          real engines beyond that, of more models: minutes"
 	@echo "make test-faults                          real engines whose store fails: minutes"
+	@echo "make test-direct                          KV handed over by NIXL, which this installs, and faults on the way: minutes"
 	@echo "make test-gpu [PYTHON=...]                on a GPU, by a Python with torch; with vLLM there, engines too: minutes"
 	@echo "make test-browser                         the router's dashboard in Chromium, if it is installed"
 	@echo "make fuzz [SEED=...] [CASES=...]          hostile input of every kind: minutes"
@@ -34,6 +35,7 @@ help:
 	@echo "make release [REHEARSE=1]                 build what a release has, twice, and try it: minutes; publishes nothing"
 	@echo "make test-matrix [VLLM=...]               what vLLM can break, on each release we serve: hours"
 	@echo "make docs                                 write docs/config.md from the option types"
+	@echo "make dashboard-picture                    draw docs/images/dashboard.png by Chromium"
 	@echo "make monitoring                           write examples/monitoring from the metrics' own tables"
 	@echo "make model-table                          write docs/model-table.md from vLLM's registry: a minute"
 	@echo "make constraints                          write constraints.txt: the versions in .venv"
@@ -104,6 +106,11 @@ test-faults: setup
 	@if unshare -rm true 2>/dev/null; then own="unshare -rm"; fi; \
 	$$own $(BIN)/python -m pytest -v -m faults
 
+# NIXL's wheels also run without CUDA. They require torch, which is here already.
+test-direct: setup
+	$(BIN)/python -m pip install --quiet --no-deps nixl nixl-cu12
+	$(BIN)/python -m pytest -v tests/engines/test_kv_direct.py
+
 # By the Python that has the GPU's torch, not by .venv, which has the CPU's.
 test-gpu:
 	@$(PYTHON) -m lab.gpu_kit
@@ -117,6 +124,11 @@ fuzz: setup
 # The router's dashboard in Chromium, which `apt-get install chromium` brings.
 test-browser: setup
 	$(BIN)/python -m pytest -v -m browser tests/ecshare/router
+
+# The picture of it in the docs.
+dashboard-picture: setup
+	DASHBOARD_PICTURE=docs/images/dashboard.png $(BIN)/python -m pytest -q \
+		tests/ecshare/router/telemetry/test_picture.py
 
 # A fleet of real engines, whose store, engines and router fail again and again.
 MINUTES ?= 60

@@ -32,9 +32,13 @@ LATE = frozenset(
         "OTEL_BSP_SCHEDULE_DELAY",
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",
         "PYTEST_CURRENT_TEST",
+        "UCX_NET_DEVICES",
+        "UCX_TLS",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
         "VLLM_CPU_OMP_THREADS_BIND",
         "VLLM_ENABLE_V1_MULTIPROCESSING",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT",
         "VLLM_RPC_BASE_PATH",
         # While vLLM is imported, read only for the default of `--log-error-stack`.
         "VLLM_SERVER_DEV_MODE",

@@ -69,7 +69,8 @@ class Tab:
         await self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     async def screenshot(self, path: Path) -> None:
-        told = await self.call("Page.captureScreenshot", captureBeyondViewport=True)
+        """Write what the tab shows, at the size that `look` gave it, as a PNG."""
+        told = await self.call("Page.captureScreenshot")
         path.write_bytes(base64.b64decode(told["data"]))
 
 
