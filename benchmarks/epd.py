@@ -3,8 +3,9 @@
 
 Ours, and vLLM's own example connectors behind vLLM's own example proxy, on this CPU, in turns and
 with the same requests: new pictures, then four of five requests that were asked before, then all
-of them again. Medians over the rounds. Then requests that arrive at half the rate that vLLM's stack
-has reached, whether they are answered or not: how long does the first token take?
+of them again. The last ones also go to one engine alone, whose own cache has them: no split can
+answer them for less. Medians over the rounds. Then requests that arrive at half the rate that
+vLLM's stack has reached, whether they are answered or not: how long does the first token take?
 
     python -m benchmarks.epd --proxy disagg_epd_proxy.py
     python -m benchmarks.epd --proxy disagg_epd_proxy.py --executor mp
@@ -57,6 +58,7 @@ MODULE = "benchmarks.epd"
 OUR_THREADS = ("ecshare", "kvshare")
 REST = "all others"
 OURS, IN_TREE = "ecshare, kvshare, our router", "vLLM's example connectors and proxy"
+ALONE = "one engine, from its own cache"
 NEW, MIXED, AGAIN = "new pictures", "80 % asked before", "all asked before"
 PHASES = (NEW, MIXED, AGAIN)
 CLIENTS = 8
@@ -174,6 +176,7 @@ def main(words: Sequence[str]) -> None:
         stacks, plain = stack.enter_context(_stacks(folder, options.proxy, engines))
         requests = [_requests(turn, num_requests) for turn in range(rounds)]
         phases = _measure(stacks, requests, load)
+        phases[ALONE, AGAIN] = _from_own_cache(plain, requests, load)
         report.add(_table(load, list(stacks), phases, _num_other(plain, requests, phases, load)))
         report.add(_by_thread(list(stacks), phases))
         rates = {
@@ -276,6 +279,18 @@ def _measure(
     return found
 
 
+def _from_own_cache(
+    plain: EngineProcess, requests: Sequence[dict[str, list[int]]], load: Load
+) -> list[Phase]:
+    """Ask `plain` what was asked before, in each round: once to fill its cache, then measured."""
+    phases = []
+    for asked in requests:
+        bodies = [load.request(number) for number in asked[AGAIN]]
+        _ask_all(Stack(plain, ()), bodies, load)
+        phases.append(_ask_all(Stack(plain, ()), bodies, load))
+    return phases
+
+
 def _num_other(
     plain: EngineProcess,
     requests: Sequence[dict[str, list[int]]],
@@ -368,7 +383,7 @@ def _table(
         "was asked one at a time.",
     )
     for phase in PHASES:
-        for name in names:
+        for name in (*names, *((ALONE,) if phase == AGAIN else ())):
             ours = found[name, phase]
             base = found.get((IN_TREE, phase)) or ours
             pairs = list(zip(ours, base, strict=True))

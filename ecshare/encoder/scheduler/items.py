@@ -182,11 +182,11 @@ class Items:
         pin, item.pin = item.pin, None
         return pin
 
-    def retry_for(self, item: Item, request_id: str) -> bool:
+    def retry_for(self, item: Item, request_id: str, *, is_announced: bool) -> bool:
         """Return whether a request that cannot encode an absent item shall still wait for it.
 
         The first fetch may have ended early, because requests that can encode the item do not wait
-        for another engine to store it.
+        for another engine to store it. `is_announced`: this request is to wait for that.
         """
         joined_s = item.waiters[request_id]
         left_s = joined_s + self._wait_s - time.monotonic()
@@ -194,7 +194,7 @@ class Items:
             return False
         if item.handle is None and request_id not in item.retried_for:
             item.retried_for.add(request_id)
-            item.is_announced = True
+            item.is_announced = is_announced
             self._start(item, self._fetching(item, left_s))
         return item.handle is not None
 

@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_NAMES_ALL = {"names_all": True}
+"""What a router's `ec_transfer_params` have under `ecshare`; see `_is_announced`."""
+
 # vLLM's own identifiers have 64 characters. Those of clients may have any number. An item whose
 # identifier is longer than this is not shared: hashing megabytes on the scheduler thread would
 # delay every other request.
@@ -375,7 +378,9 @@ class EncoderScheduler:
         if item is None or item.phase is Phase.ASKED:
             return self._is_cached(feature)
         is_lost = item.phase is Phase.ABSENT and not self._placeholders.can_encode(feature)
-        if is_lost and self._items.retry_for(item, request.request_id):
+        if is_lost and self._items.retry_for(
+            item, request.request_id, is_announced=self._is_announced(request, feature)
+        ):
             self._items.flush()
             return False
         # Two contents have one identifier: the rows would not fit this request's placeholders. vLLM
@@ -437,15 +442,19 @@ class EncoderScheduler:
         return item
 
     def _is_announced(self, request: "Request", feature: "MultiModalFeatureSpec") -> bool:
-        """Return whether `request` implies that the item is stored, or will be soon.
+        """Return whether `request` implies that the item may still be on its way to the store.
 
         It does if an encoder's `ec_transfer_params` in it name the item, or if it has no pixels: an
-        encoder has then made its placeholder metadata. Both are sent by the client, which may be
-        wrong, so they have no effect but a wait of at most `wait_s`.
+        encoder has then made its placeholder metadata. But a router that remembers the metadata can
+        say that all items that it does not name were stored long ago (docs/format.md). All this is
+        sent by the client, which may be wrong: so it decides only whether the request waits, for at
+        most `wait_s`.
         """
         params = option(request, "ec_transfer_params")
-        is_named = isinstance(params, dict) and feature.identifier in params
-        return is_named or not self._placeholders.can_encode(feature)
+        params = params if isinstance(params, dict) else {}
+        if feature.identifier in params:
+            return True
+        return params.get("ecshare") != _NAMES_ALL and not self._placeholders.can_encode(feature)
 
     def _fail(self, request: "Request") -> bool:
         """Mark `request` to fail; return False, its answer to `ready`."""

@@ -813,6 +813,49 @@ def test_announced_item_is_waited_for(start: Start, store: Store, is_told: bool)
     assert scheduler.has("picture")
 
 
+def test_item_that_was_stored_long_ago_is_not_waited_for(
+    clock: Clock, start: Start, store: Store
+) -> None:
+    """A router remembers it, and says that its params name all items that are on their way. The
+    simulated clock stands still, so no time-out can have passed."""
+    scheduler = start("ec_consumer", wait_s=60, io_timeout_s=600)
+    said = {"ecshare": {"names_all": True}}
+    lost = request(feature(pixels=False), name="lost", ec_transfer_params=said)
+    assert until_lost(scheduler, lost) == {"lost"}
+    scheduler.finished(lost)
+
+    with_pixels = request(feature(), name="with pixels")
+    assert until_ready(scheduler, with_pixels)
+    joins = request(feature(pixels=False), name="joins", ec_transfer_params=said)
+    assert until_lost(scheduler, joins) == {"joins"}
+    for each in (with_pixels, joins):
+        scheduler.finished(each)
+
+    named = request(feature(pixels=False), name="named", ec_transfer_params=said | {"picture": {}})
+    assert not scheduler.ready(named, 0)
+    until_answered(scheduler, named)
+    store()
+    assert until_ready(scheduler, named)
+    scheduler.finished(named)
+
+    found = request(feature(pixels=False), name="found", ec_transfer_params=said)
+    assert until_ready(scheduler, found)
+    assert scheduler.has("picture")
+
+
+@pytest.mark.parametrize("said", [{}, True, {"names_all": 1.5}, {"names_all": True, "more": 0}])
+def test_other_values_of_ecshare_in_transfer_params_mean_nothing(
+    start: Start, store: Store, said: Any
+) -> None:
+    scheduler = start("ec_consumer")
+    asked = request(feature(pixels=False), ec_transfer_params={"ecshare": said})
+    assert not scheduler.ready(asked, 0)
+    until_answered(scheduler, asked)
+    store()
+    assert until_ready(scheduler, asked)
+    assert scheduler.has("picture")
+
+
 def test_announced_item_that_never_arrives_is_encoded_after_wait_s(
     clock: Clock, start: Start
 ) -> None:
