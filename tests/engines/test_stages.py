@@ -46,7 +46,8 @@ from tests.releases import ANNOUNCES_AT_EVERY_ENDPOINT, HAS_ENCODER_METRICS
 pytestmark = [pytest.mark.engine, on(pytest.param("v1", marks=pytest.mark.models), V2_IN_THE_GATE)]
 
 BLOCK = 32
-LOADED, FAILED = "ecshare_items/loaded", "kvshare_blocks/failed"
+LOADED, MISSING = "ecshare_items/loaded", "ecshare_misses/missing"
+FAILED = "kvshare_blocks/failed"
 STORY = text("Tell me a story about the sea, the wind and the stars. " * 8)
 
 
@@ -139,6 +140,19 @@ def test_lost_embedding_fails_only_its_request(fleet: Fleet) -> None:
         assert "error" in failed.body
         in_full = [picture(4), QUESTION]
         assert ask(each, each.model, in_full).tokens == fleet.plain_tokens(*in_full)
+
+
+def test_embedding_that_a_cleaner_removed_is_not_waited_for(fleet: Fleet) -> None:
+    """The router remembers it, and says so. P would wait 10 s for one that E has just announced."""
+    removed = announced(fleet.encode(picture(3, "three")), "three") | {"uuid": "removed"}
+    said = {"ec_transfer_params": {"ecshare": {"names_all": True}}}
+    with counting(fleet.p) as gained:
+        failed = ask(fleet.p, fleet.p.model, [removed, QUESTION], **said)
+    assert failed.status == 500
+    if HAS_ENCODER_METRICS:
+        assert gained[MISSING] == 1
+    in_full = [picture(4), QUESTION]
+    assert ask(fleet.p, fleet.p.model, in_full, **said).tokens == fleet.plain_tokens(*in_full)
 
 
 @pytest.mark.parametrize("loses", ["some", "all"])

@@ -133,8 +133,11 @@ def test_each_endpoint_accepts_or_refuses_requests(case: tuple[str, bytes]) -> N
     uuids = {each.uuid for each in media}
     plain = plan.inline_request(client, media)
     plan.scores_prompt(client.endpoint, plain)
-    announced = plan.encoded_request(client, media, {}, {"a": {}} if media else {})
-    for sent in (plain, announced, plan.prefill_request(client.endpoint, plain)):
+    named = {"a": {}} if media else {}
+    announced, names_all = (
+        plan.encoded_request(client, media, {}, named, names_all=each) for each in (False, True)
+    )
+    for sent in (plain, announced, names_all, plan.prefill_request(client.endpoint, plain)):
         check_sent(path, sent, uuids)
         with contextlib.suppress(RecursionError):  # which the router reports
             msgspec.json.encode(sent)

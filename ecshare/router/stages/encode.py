@@ -37,20 +37,21 @@ class Encoded(NamedTuple):
 class Encode:
     """Asks encode engines. Belongs to the event loop's thread."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 — the parts that all stages share
         self,
         config: RouterConfig,
         client: EngineClient,
         retries: Retries,
         limits: StageLimits,
         siblings: Siblings,
+        clock_s: Callable[[], float],
     ) -> None:
         self._pools = client.pools
         self._client = client
         self._retries = retries
         self._limits = limits
         self._takes_adapters_as_base = config.adapter_encoders == "base"
-        self.index = EncodedMedia(config.max_index_bytes, config.stage_timeout_s, siblings)
+        self.index = EncodedMedia(config.max_index_bytes, config.stage_timeout_s, siblings, clock_s)
 
     def request_for(self, client: ClientRequest) -> ClientRequest | None:
         """Return the request that E gets the media of; None: no E serves its model, or its
@@ -101,7 +102,11 @@ class Encode:
                 media = await complete(context, media)
                 keys = _keys(client, media)
             reports = await self._reports(context, client, media, keys, announced)
-        request = plan.encoded_request(context.client, media, reports.metadata, announced)
+        known_keys = [keys[uuid] for uuid in reports.known]
+        names_all = bool(known_keys) and self.index.were_stored(known_keys)
+        request = plan.encoded_request(
+            context.client, media, reports.metadata, announced, names_all=names_all
+        )
         needed = tuple(keys.values()) if client.endpoint.takes_metadata else ()
         return Encoded(request, media, needed, was_known=bool(needed and reports.known))
 

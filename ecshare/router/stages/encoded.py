@@ -18,6 +18,10 @@ _TOPIC = "encoded"
 _MAX_ENTRIES = 1_000_000
 _ENTRY_BYTES = 500
 """Memory of one entry besides its JSON, roughly."""
+_ON_ITS_WAY_S = 10.0
+"""So long after E's report the embedding may be on its way. Later it is stored, or lost."""
+_KEPT_S = 3600.0
+"""E is asked again after so long: the store may have lost the embedding."""
 
 Ask = Callable[[], Awaitable[Metadata | None]]
 
@@ -33,17 +37,31 @@ class Reports(Struct, frozen=True):
     """Whether E was asked for one now, by this request or by one that it waited for."""
 
 
+class _Report(Struct, array_like=True):
+    """What E has reported of an item, and when."""
+
+    json: bytes
+    since_s: float
+
+
 class EncodedMedia:
     """A bounded index of E's reports, shared by all requests. Belongs to the event loop's thread.
 
     A key stands for all that a report depends on.
     """
 
-    def __init__(self, max_bytes: int, patience_s: float, siblings: Siblings) -> None:
+    def __init__(
+        self,
+        max_bytes: int,
+        patience_s: float,
+        siblings: Siblings,
+        clock_s: Callable[[], float],
+    ) -> None:
         """`patience_s`: how long a request waits for E's answer to another one at most."""
         self._siblings = siblings
         siblings.hear(_TOPIC, self._hear)
-        self._index: BoundedCache[bytes, bytes] = BoundedCache(_MAX_ENTRIES, max_bytes)
+        self._index: BoundedCache[bytes, _Report] = BoundedCache(_MAX_ENTRIES, max_bytes)
+        self._clock_s = clock_s
         self._asking: SingleFlight[bytes, tuple[Metadata | None, bool]] = SingleFlight()
         self._patience_s = patience_s
         self._num_asked = 0
@@ -69,7 +87,14 @@ class EncodedMedia:
 
     def knows(self, key: bytes) -> bool:
         """Tell whether the report under a key is in the index."""
-        return self._index.get(key) is not None
+        return self._json(key) is not None
+
+    def were_stored(self, keys: Iterable[bytes]) -> bool:
+        """Tell whether the embeddings of these known reports are stored or lost: none is on its
+        way."""
+        since_s = self._clock_s() - _ON_ITS_WAY_S
+        reports = (self._index.get(key) for key in keys)
+        return all(report is not None and report.since_s <= since_s for report in reports)
 
     def avoided(self, known: dict[str, Metadata]) -> Reports:
         """Return what was found by `known`, and count it: E need not be asked for any of it."""
@@ -78,7 +103,7 @@ class EncodedMedia:
 
     def known(self, keys: Mapping[str, bytes]) -> dict[str, Metadata]:
         """Return the reports that are in the index, by uuid."""
-        found = {uuid: self._index.get(key) for uuid, key in keys.items()}
+        found = {uuid: self._json(key) for uuid, key in keys.items()}
         return {uuid: msgspec.json.decode(json) for uuid, json in found.items() if json is not None}
 
     @contextmanager
@@ -93,9 +118,9 @@ class EncodedMedia:
         try:
             yield
         except EngineError:
-            for key, json in known.items():
-                if json is not None and key not in self._index:
-                    self._put(key, json)
+            for key, report in known.items():
+                if report is not None and key not in self._index:
+                    self._put(key, report)
             raise
 
     def status(self) -> dict[str, int]:
@@ -109,15 +134,23 @@ class EncodedMedia:
             "evicted": self._index.num_evicted,
         }
 
-    def _put(self, key: bytes, json: bytes) -> None:
-        self._hear(key, json)
-        self._siblings.tell(_TOPIC, key, json)
+    def _json(self, key: bytes) -> bytes | None:
+        report = self._index.get(key)
+        if report is None or self._clock_s() - report.since_s >= _KEPT_S:
+            return None
+        return report.json
 
-    def _hear(self, key: bytes, json: bytes | None) -> None:
-        if json is None:
+    def _put(self, key: bytes, report: _Report) -> None:
+        self._index.put(key, report, len(report.json) + _ENTRY_BYTES)
+        if self._siblings.are_there:
+            self._siblings.tell(_TOPIC, key, msgspec.msgpack.encode(report))
+
+    def _hear(self, key: bytes, told: bytes | None) -> None:
+        if told is None:
             self._index.discard(key)
         else:
-            self._index.put(key, json, len(json) + _ENTRY_BYTES)
+            report = msgspec.msgpack.decode(told, type=_Report)
+            self._index.put(key, report, len(report.json) + _ENTRY_BYTES)
 
     async def _report(self, key: bytes, ask: Ask) -> tuple[Metadata | None, bool]:
         """Return a report that was not in the index, and whether E was not asked for it here."""
@@ -126,13 +159,13 @@ class EncodedMedia:
         async def found() -> tuple[Metadata | None, bool]:
             nonlocal has_asked
             # Another request's report may have come since this one looked.
-            if (json := self._index.get(key)) is not None:
+            if (json := self._json(key)) is not None:
                 return msgspec.json.decode(json), True
             has_asked = True
             self._num_asked += 1
             metadata = await ask()
             if metadata is not None:  # else nobody knows whether it is stored
-                self._put(key, msgspec.json.encode(metadata))
+                self._put(key, _Report(msgspec.json.encode(metadata), self._clock_s()))
             return metadata, False
 
         report = await self._asking.run(key, found, self._patience_s)

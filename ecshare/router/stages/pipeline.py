@@ -61,7 +61,7 @@ class Pipeline:
         keeps_affinity = config.balance == "affinity"
         retries = Retries(client.pools, self.retry_budget, events, keeps_affinity=keeps_affinity)
         prompts = PrefilledPrompts(config.max_index_bytes, config.max_new_tokens, clock_s, siblings)
-        self._encode = Encode(config, client, retries, self.limits, siblings)
+        self._encode = Encode(config, client, retries, self.limits, siblings, clock_s)
         self._decode = Decode(config, client, retries)
         self._prefill = Prefill(config, client, retries, self.limits, self._decode, prompts)
         self._counts = {"fallbacks": 0, "repeated": 0}

@@ -45,6 +45,9 @@ DIRECT: Request = {
 the prompt by its own rules, because nobody waits for it. The first two fields are vLLM's."""
 STREAMED: Request = {"kvshare": {"streamed": True}}
 """Tells D, while P still computes, that the whole prompt will be stored. See docs/format.md."""
+_NAMES_ALL: Request = {"ecshare": {"names_all": True}}
+"""Tells P and D that no item is on its way to the store but those that are named beside this. See
+docs/format.md."""
 
 _SERVE_AGAIN = ("kvshare", SAVE_OPTIONS[KV_PARAMS])
 _MAX_METADATA_FIELDS = 16
@@ -100,14 +103,20 @@ def encoded_request(
     media: Sequence[Media],
     reports: Mapping[str, Metadata | None],
     announced: Request,
+    *,
+    names_all: bool,
 ) -> Request:
     """Return the client's request, for P and D, with what E says.
 
-    Where vLLM takes no metadata in place of an item, P gets its bytes, and waits for the embedding
-    if it is `announced`: E's answers may be there before what they announce.
+    E's answers may be there before what they announce. P waits for items without bytes, unless
+    `names_all`: only those that are `announced` may be on their way. Where vLLM takes no metadata
+    in place of an item, P gets its bytes, and waits for the embedding if it is announced.
     """
     if client.endpoint.takes_metadata:
-        return metadata_request(client, media, reports)
+        request = metadata_request(client, media, reports)
+        if not names_all:
+            return request
+        return _with_params(request, EC_PARAMS, dict.fromkeys(announced, {}) | _NAMES_ALL)
     request = inline_request(client, media)
     return _with_params(request, EC_PARAMS, announced) if announced else request
 

@@ -2,6 +2,7 @@
 """E is asked once for a picture, whoever sends it and when."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -107,7 +108,8 @@ async def test_a_picture_is_not_a_video() -> None:
 
 
 async def test_a_report_that_comes_while_another_request_looks_is_used() -> None:
-    media, answers, num_asked = EncodedMedia(1 << 20, SOON_S, Siblings()), asyncio.Event(), 0
+    media = EncodedMedia(1 << 20, SOON_S, Siblings(), time.monotonic)
+    answers, num_asked = asyncio.Event(), 0
 
     async def ask() -> Metadata:
         nonlocal num_asked

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from ecshare.router.api.client_request import EC_PARAMS
 from tests.ecshare.router.api.test_answer import ERROR, ROLE, event
 from tests.ecshare.router.fake_engine import (
     EVENTS,
@@ -70,6 +71,40 @@ async def test_what_is_gone_is_encoded_again(stage: str, stream: bool, hand_over
         assert (health["fallbacks"], health["encodes"]["repeated"]) == (0, 1)
         response, _ = await f.post(chat(picture(PNG)))
         assert response.headers["x-ecshare-avoided"] == "encode"
+
+
+async def test_nobody_waits_for_what_was_stored_long_ago() -> None:
+    """Only what E has reported just now may be on its way: the params say so of the rest."""
+    names_all = {"ecshare": {"names_all": True}}
+
+    async def told(*pictures: bytes) -> tuple[Any, Any]:
+        await f.post(chat(*map(picture, pictures)))
+        return f.p.bodies[-1].get(EC_PARAMS), f.d.bodies[-1].get(EC_PARAMS)
+
+    async with fleet(hand_over="after", prefill="always") as f:
+        assert await told(PNG) == (None, None), "E has just been asked"
+        f.clock.now_s += 9
+        assert await told(PNG) == (None, None), "it may be on its way"
+        f.clock.now_s += 1
+        assert await told(PNG) == (names_all, names_all)
+        params, _ = await told(PNG, PNG_2)
+        assert params == {media_of(f.e.bodies[-1])[0]["uuid"]: {}} | names_all
+        assert await told(PNG, PNG_2) == (None, None), "the second may be on its way"
+        f.clock.now_s += 3600
+        num_asked = len(f.e.bodies)
+        await told(PNG)
+        assert len(f.e.bodies) == num_asked + 1, "the store may have lost it by now"
+
+
+async def test_a_report_stays_as_old_as_it_is_if_e_fails_to_repeat_it() -> None:
+    async with fleet(hand_over="after", prefill="always") as f:
+        await f.post(chat(picture(PNG)))
+        f.clock.now_s += 60
+        f.p.answer, f.e.answer = failing(500), failing(500)
+        await f.post(chat(picture(PNG)))
+        f.p.answer = prefilled
+        await f.post(chat(picture(PNG)))
+        assert f.p.bodies[-1][EC_PARAMS] == {"ecshare": {"names_all": True}}
 
 
 async def test_all_that_the_request_brings_goes_to_e_again() -> None:
