@@ -7,11 +7,16 @@ has them load chunks into slots of the region (`submit_load`), and has them stor
 (`submit_store`). This tier stores each chunk as one object, in the same kinds of stores as the
 connectors of this project.
 
-    {"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
-     "kv_connector_extra_config": {
-       "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 8000000000,
-       "secondary_tiers": [{"type": "KVShareTier", "module_path": "kvshare.tier",
-                            "url": "s3://bucket/prefix", "epoch": "qwen-7b bf16"}]}}
+    vllm serve MODEL --kv-transfer-config '{
+      "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+      "kv_connector_extra_config": {
+        "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 8000000000,
+        "secondary_tiers": [{"type": "KVShareTier", "module_path": "kvshare.tier",
+                             "url": "s3://bucket/prefix", "epoch": "qwen3-8b bf16"}]}}'
+
+`url` is the store: a folder, or a bucket. `epoch` is a name of the user's for the weights and the
+way in which they are run: engines with the same one use each other's chunks. docs/tier.md has the
+details.
 """
 
 import time

@@ -15,6 +15,7 @@ PAGES = (
     *sorted((ROOT / "examples").glob("*/README.md")),
     ROOT / "deploy" / "README.md",
     *sorted((ROOT / "benchmarks").glob("*.md")),
+    *sorted((ROOT / "contrib").rglob("*.md")),
 )
 
 
