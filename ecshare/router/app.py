@@ -25,11 +25,9 @@ from ecshare.router.media.identity import is_inline
 from ecshare.router.options.config import RouterConfig
 from ecshare.router.siblings import Siblings
 from ecshare.router.stages.pipeline import Pipeline
-from ecshare.router.telemetry.access_log import AccessLog
-from ecshare.router.telemetry.merging import merged
 from ecshare.router.telemetry.metrics import RouterMetrics, Sources
-from ecshare.router.telemetry.pages import Ask, Page, Pages, shows_key
-from ecshare.router.telemetry.recent import RecentRequests
+from ecshare.router.telemetry.pages import Ask, Page, Pages, merged, shows_key
+from ecshare.router.telemetry.requests import AccessLog, RecentRequests
 from ecshare.router.types import Stage
 
 _SHUTDOWN_S = 5.0

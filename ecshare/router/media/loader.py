@@ -16,14 +16,13 @@ from msgspec import Struct
 
 from ecshare.router.api.client_request import Media, MediaItem
 from ecshare.router.api.errors import ApiError
-from ecshare.router.bounded_cache import BoundedCache
 from ecshare.router.http.blobs import Blobs
 from ecshare.router.http.memory import Reservation
 from ecshare.router.media.fetcher import Budget, Fetched, Fetcher
 from ecshare.router.media.identity import identity, inline_url, is_inline
 from ecshare.router.media.places import Turns
 from ecshare.router.options.config import RouterConfig
-from ecshare.router.single_flight import SingleFlight
+from ecshare.router.reuse import BoundedCache, SingleFlight
 from ecshare.store.threads import gather_all
 
 _HASHED_ON_THE_LOOP = 512 * 1024

@@ -8,9 +8,8 @@ import msgspec
 from msgspec import Struct
 
 from ecshare.router.api.errors import EngineError
-from ecshare.router.bounded_cache import BoundedCache
+from ecshare.router.reuse import BoundedCache, SingleFlight
 from ecshare.router.siblings import Siblings
-from ecshare.router.single_flight import SingleFlight
 from ecshare.router.stages.plan import Metadata
 from ecshare.store.threads import gather_all
 

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from ecshare.router.api.client_request import Request, Turn
-from ecshare.router.bounded_cache import BoundedCache
+from ecshare.router.reuse import BoundedCache
 from ecshare.router.siblings import Siblings
 from ecshare.router.stages import plan
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The latest completions, as the dashboard shows them. Nothing of it was written by a client."""
+"""The latest completions, as the dashboard shows them, and the access log."""
 
+import logging
 import time
 from collections import deque
 from typing import Any, NamedTuple
@@ -8,7 +9,10 @@ from typing import Any, NamedTuple
 from ecshare.router.api.endpoints import SPLIT
 from ecshare.router.http.context import EngineCall, RequestContext
 from ecshare.router.http.events import Subscriber
+from ecshare.router.http.responses import shown_path
 from ecshare.router.types import Stage
+
+logger = logging.getLogger(__name__)
 
 _MAX_REQUESTS = 100
 
@@ -77,3 +81,17 @@ def _shown(request: RequestContext | _Ended) -> dict[str, Any]:
         "age_ms": since(time.monotonic()),
         "calls": [of_call(call) for call in request.calls],
     }
+
+
+class AccessLog(Subscriber):
+    """Writes the line when the answer has ended."""
+
+    def request_ended(self, context: RequestContext) -> None:
+        """See `Subscriber`."""
+        if context.status is None or context.ended_s is None:
+            return
+        what = f"{context.http.method} {shown_path(context.http)} {context.status}"
+        path = ",".join(context.path) or "-"
+        avoided = f" avoided {','.join(context.avoided)}" if context.avoided else ""
+        spent_ms = (context.ended_s - context.began_s) * 1000
+        logger.info("%s %s %s %.0f ms%s", context.request_id, what, path, spent_ms, avoided)
