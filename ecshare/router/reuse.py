@@ -55,11 +55,7 @@ class BoundedCache(Generic[K, V]):
             self.num_bytes -= self._entries.pop(key)[1]
 
 
-K = TypeVar("K", bound=Hashable)
-T = TypeVar("T")
-
-
-class SingleFlight(Generic[K, T]):
+class SingleFlight(Generic[K, V]):
     """Lets one caller work while the others wait for its result.
 
     The work is part of the caller's own task: it ends with it, and uses its memory. If that caller
@@ -68,11 +64,11 @@ class SingleFlight(Generic[K, T]):
     """
 
     def __init__(self) -> None:
-        self._flights: dict[K, asyncio.Future[T]] = {}
+        self._flights: dict[K, asyncio.Future[V]] = {}
         self.num_waiting = 0
         """Callers that wait for another one now."""
 
-    async def run(self, key: K, work: Callable[[], Awaitable[T]], patience_s: float) -> T:
+    async def run(self, key: K, work: Callable[[], Awaitable[V]], patience_s: float) -> V:
         """Return what `work` returns, here or in another task that works under `key` now.
 
         Waits for others no longer than `patience_s` in all, then works by itself.
@@ -90,7 +86,7 @@ class SingleFlight(Generic[K, T]):
                 return flight.result()
         return await self._lead(key, work, loop.create_future())
 
-    async def _wait(self, flight: "asyncio.Future[T]", patience_s: float) -> None:
+    async def _wait(self, flight: "asyncio.Future[V]", patience_s: float) -> None:
         self.num_waiting += 1
         try:
             await asyncio.wait((flight,), timeout=max(0.0, patience_s))
@@ -98,8 +94,8 @@ class SingleFlight(Generic[K, T]):
             self.num_waiting -= 1
 
     async def _lead(
-        self, key: K, work: Callable[[], Awaitable[T]], flight: "asyncio.Future[T]"
-    ) -> T:
+        self, key: K, work: Callable[[], Awaitable[V]], flight: "asyncio.Future[V]"
+    ) -> V:
         self._flights[key] = flight
         try:
             result = await work()

@@ -26,7 +26,7 @@ from yarl import URL
 from ecshare import __version__
 from ecshare.router.api.client_request import MediaItem
 from ecshare.router.api.errors import ApiError
-from ecshare.router.http.memory import Reservation
+from ecshare.router.http.bodies import Reservation
 from ecshare.router.media.hosts import MediaNames, is_name, may_connect
 from ecshare.router.media.places import FullError, Place, Places, Turns
 from ecshare.router.options.config import RouterConfig

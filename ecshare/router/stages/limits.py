@@ -43,7 +43,7 @@ class StageLimits:
         Raises:
             EngineError: the stage is full.
         """
-        engines = self.check(stage, model)
+        engines = self.check(stage, model) if self._limits[stage] else _ANY
         self._used[stage][engines] += 1
         return engines
 

@@ -7,8 +7,7 @@ from collections import deque
 from typing import Any, NamedTuple
 
 from ecshare.router.api.endpoints import SPLIT
-from ecshare.router.http.context import EngineCall, RequestContext
-from ecshare.router.http.events import Subscriber
+from ecshare.router.http.context import EngineCall, RequestContext, Subscriber
 from ecshare.router.http.responses import shown_path
 from ecshare.router.types import Stage
 

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from ecshare.router.reuse import SingleFlight
 from ecshare.router.siblings import Siblings
-from ecshare.router.stages.encoded import EncodedMedia, Reports
+from ecshare.router.stages.encode import EncodedMedia, Reports
 from ecshare.router.stages.plan import Metadata
 from tests.ecshare.router.fake_engine import (
     PNG,
