@@ -138,8 +138,11 @@ class Router:
     async def _in_time(self, path: str, context: RequestContext) -> web.StreamResponse:
         """Return the answer, streamed or not, within the overall deadline."""
         try:
-            async with self.in_flight.begin(self._config.timeout_s):
-                return await self._answer(path, context)
+            async with self.in_flight.begin(self._config.timeout_s) as deadline:
+                try:
+                    return await self._answer(path, context)
+                finally:
+                    self.in_flight.end(deadline)
         except TimeoutError as exc:
             if context.answer is None:  # no variable: an error and its traceback form a cycle
                 raise self.in_flight.ending() from exc

@@ -34,6 +34,7 @@ class _Part:
         self._share = share
         self._clock_s = clock_s
         self.left = _BURST if share else 0.0
+        """How many retries are allowed, when `has_any` last looked."""
         self._filled_s = clock_s()
         self.num_spent = 0
         self.num_refused = 0

@@ -39,6 +39,8 @@ class MemoryBudget:
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
+        self.large_limit_bytes = limit_bytes - limit_bytes // _SHARE_FOR_SMALL
+        """The limit for requests that are not small."""
         self.used_bytes = 0
 
 
@@ -56,9 +58,8 @@ class Reservation:
             ApiError: it would not fit (429).
         """
         memory = self._memory
-        limit_bytes = memory.limit_bytes
-        if self.held_bytes + num_bytes > _SMALL_BYTES:
-            limit_bytes -= limit_bytes // _SHARE_FOR_SMALL
+        is_small = self.held_bytes + num_bytes <= _SMALL_BYTES
+        limit_bytes = memory.limit_bytes if is_small else memory.large_limit_bytes
         # It always fits if this request holds all that is used: a limit that is too low for one
         # request serves it all the same.
         if memory.used_bytes != self.held_bytes and memory.used_bytes + num_bytes > limit_bytes:
@@ -86,9 +87,11 @@ class Reservation:
         Raises:
             ApiError: it does not fit (429).
         """
-        self.expect(num_bytes)
+        memory = self._memory
+        if memory.used_bytes + num_bytes > memory.large_limit_bytes:  # else it fits in any case
+            self.expect(num_bytes)
         self.held_bytes += num_bytes
-        self._memory.used_bytes += num_bytes
+        memory.used_bytes += num_bytes
 
 
 # --- long base64 texts ---

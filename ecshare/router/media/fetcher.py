@@ -376,6 +376,9 @@ def _lasting(
     return ApiError(422, message, param=item.param, code="media_unavailable", reason=reason)
 
 
+# --- proxies ---
+
+
 class Proxy(NamedTuple):
     """Where a proxy is, and what it must be told."""
 

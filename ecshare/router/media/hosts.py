@@ -19,6 +19,8 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from ecshare.router.media.places import Places
 from ecshare.router.options.values import Network
 
+# --- addresses ---
+
 _NAT64 = IPv6Network("64:ff9b::/96")
 _GLOBAL_UNICAST = IPv6Network("2000::/3")
 _OF_CLOUDS = IPv4Network("168.63.129.16/32"), IPv4Network("192.0.0.0/24")
@@ -63,6 +65,8 @@ def _is_public(address: IPv4Address | IPv6Address) -> bool:
         return address in _GLOBAL_UNICAST
     return not any(address in network for network in _OF_CLOUDS)
 
+
+# --- look-ups ---
 
 _LIMIT_S = 5.0
 _FIRST_TRY_S = 0.7

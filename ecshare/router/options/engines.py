@@ -100,6 +100,9 @@ def _base_path(path: str) -> str:
     return quote(path, safe=_IN_A_PATH)
 
 
+# --- the file of --engines ---
+
+
 class Given(NamedTuple):
     """The engines of a command line or a file."""
 

@@ -318,6 +318,8 @@ def is_streamed(hand_over: Request | None) -> bool:
     return hand_over is not None and STREAMED.keys() <= hand_over.keys()
 
 
+# --- how much work it is ---
+
 _CHARS_A_TOKEN = 4
 _ITEM_TOKENS = {"image": 1000, "audio": 500, "video": 4000}
 _USUAL_OUTPUT_TOKENS = 256
@@ -348,10 +350,12 @@ def prompt_work(client: ClientRequest, media: Sequence[Media]) -> Work:
 
 def decode_work(prompt: Work, request: Request) -> Work:
     """Return the work of answering: D holds the prompt, and computes as much as it may say."""
-    limits = (request.get(name) for name in _LIMITS)
-    given = next((limit for limit in limits if type(limit) is int), _USUAL_OUTPUT_TOKENS)
-    tokens = prompt.tokens + max(1, min(given, _MAX_OUTPUT_TOKENS))
-    return Work(prompt.key, tokens, prompt.model)
+    limit = _USUAL_OUTPUT_TOKENS
+    for name in _LIMITS:
+        if type(given := request.get(name)) is int:
+            limit = max(1, min(given, _MAX_OUTPUT_TOKENS))
+            break
+    return Work(prompt.key, prompt.tokens + limit, prompt.model)
 
 
 def _conversation_key(

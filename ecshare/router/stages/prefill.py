@@ -37,6 +37,7 @@ from ecshare.router.stages import plan
 from ecshare.router.stages.decode import Decode
 from ecshare.router.stages.limits import StageLimits
 from ecshare.router.types import Stage
+from ecshare.store.threads import end_all
 
 logger = logging.getLogger(__name__)
 
@@ -358,8 +359,10 @@ class Prefill:
                 self.index.note_done_first(context.turns, context.tail.usage())
             return answer
         finally:
+            if left := [task for task in (prefilling, answering) if not task.done()]:
+                await end_all(left)
             for task in (prefilling, answering):
-                task.cancel()
-            await asyncio.gather(prefilling, answering, return_exceptions=True)
+                if not task.cancelled():
+                    task.exception()  # it counts as seen
             # Their errors refer to this frame: that cycle would keep the request.
-            del task, prefilling, answering
+            del left, task, prefilling, answering

@@ -142,6 +142,9 @@ def shows_key(key: Secret | None, http: web.Request) -> bool:
     return key is not None and key.matches(http.headers.get(hdrs.AUTHORIZATION))
 
 
+# --- the dashboard's page ---
+
+
 @cache
 def page() -> str:
     """Return the page: HTML with its style and its script in it."""
@@ -173,6 +176,9 @@ def page_headers() -> dict[str, str]:
 def _hash(text: str) -> str:
     digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
     return f"'sha256-{digest}'"
+
+
+# --- several workers ---
 
 
 def by_worker(texts: Mapping[int, bytes]) -> bytes:

@@ -4,6 +4,7 @@
 import logging
 import time
 from collections import deque
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ecshare.router.api.endpoints import SPLIT
@@ -30,6 +31,9 @@ class _Ended(NamedTuple):
     calls: list[EngineCall]
 
 
+_KEPT = attrgetter(*_Ended._fields)
+
+
 class RecentRequests(Subscriber):
     """Remembers the latest completions, also those that are on their way."""
 
@@ -46,7 +50,7 @@ class RecentRequests(Subscriber):
         """See `Subscriber`."""
         if context in self._running:
             del self._running[context]
-            self._ended.append(_Ended(*(getattr(context, name) for name in _Ended._fields)))
+            self._ended.append(_Ended(*_KEPT(context)))
 
     def shown(self) -> list[dict[str, Any]]:
         """Return them, the newest first, with times in milliseconds since each came."""
