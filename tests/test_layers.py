@@ -26,9 +26,7 @@ BELOW_HALVES = BELOW_CONNECTORS | {
     "kvshare.config",
     "kvshare.messages",
 }
-ROUTER_LEAVES = {
-    f"ecshare.router.{name}" for name in ("bounded_cache", "siblings", "single_flight", "types")
-}
+ROUTER_LEAVES = {f"ecshare.router.{name}" for name in ("reuse", "siblings", "types")}
 BELOW_FLEET = ROUTER_LEAVES | {f"ecshare.router.{room}" for room in ("api", "http", "options")}
 ROUTER = BELOW_FLEET | {
     f"ecshare.router.{room}" for room in ("fleet", "media", "stages", "telemetry")
@@ -73,9 +71,8 @@ ALLOWED = {
     "ecshare.router.api": STORE | ROUTER_LEAVES,
     "ecshare.router.options": STORE | ROUTER_LEAVES,
     "ecshare.router.types": set(),
-    "ecshare.router.bounded_cache": set(),
+    "ecshare.router.reuse": set(),
     "ecshare.router.siblings": set(),
-    "ecshare.router.single_flight": set(),
     "ecshare.testing": STORE,
     "ecshare.cli": STORE | {"ecshare.commands", "ecshare.doctor", "ecshare.router"},
     "ecshare.warm": UPKEEP | ROUTER | {"ecshare.router"},

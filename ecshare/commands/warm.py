@@ -197,7 +197,7 @@ def _read_options(as_json: bool, given: dict[str, Any]) -> _Options:
     Raises:
         ConfigError: options contradict each other, or one is wrong.
     """
-    from ecshare.router.options.engine_urls import BY_NAME, engine_url
+    from ecshare.router.options.engines import BY_NAME, engine_url
 
     kinds = {name: given.pop(name) for name in ("encoders", "prefillers", "servers")}
     named = [name for name, urls in kinds.items() if urls]

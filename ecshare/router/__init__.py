@@ -9,5 +9,5 @@ Start it with `python -m ecshare.router`. Its rooms, the lower ones first:
     media      the bytes of media and their identity
     fleet      the engines: calls, health, models, retries
     stages     the way of a request: `pipeline`, then encode, prefill and decode
-    telemetry  metrics, spans, dashboard, access log: they subscribe to `http/events.py`
+    telemetry  metrics, spans, dashboard, access log: they subscribe to `Events` of http/context.py
 """

@@ -13,23 +13,19 @@ from ecshare.router.fleet.client import ANSWER_COST, MODELS, EngineClient
 from ecshare.router.fleet.discovery import FleetWatch, fixed
 from ecshare.router.fleet.engines import USUAL_BOUND, Engine, EnginePool
 from ecshare.router.fleet.models import ModelLists
-from ecshare.router.http.bodies import read_body
+from ecshare.router.http.bodies import MemoryBudget, read_body
 from ecshare.router.http.connections import Runner
-from ecshare.router.http.context import CONTEXT, RequestContext
+from ecshare.router.http.context import CONTEXT, Events, RequestContext, Subscriber
 from ecshare.router.http.drain import RequestsInFlight
-from ecshare.router.http.events import Events, Subscriber
-from ecshare.router.http.memory import MemoryBudget
 from ecshare.router.http.middleware import Origins, request_middleware
-from ecshare.router.http.responses import end_stream, json_response, send
+from ecshare.router.http.responses import end_stream, ended_with, json_response
 from ecshare.router.media.identity import is_inline
 from ecshare.router.options.config import RouterConfig
 from ecshare.router.siblings import Siblings
 from ecshare.router.stages.pipeline import Pipeline
-from ecshare.router.telemetry.access_log import AccessLog
-from ecshare.router.telemetry.merging import merged
 from ecshare.router.telemetry.metrics import RouterMetrics, Sources
-from ecshare.router.telemetry.pages import Ask, Page, Pages, shows_key
-from ecshare.router.telemetry.recent import RecentRequests
+from ecshare.router.telemetry.pages import Ask, Page, Pages, merged, shows_key
+from ecshare.router.telemetry.requests import AccessLog, RecentRequests
 from ecshare.router.types import Stage
 
 _SHUTDOWN_S = 5.0
@@ -87,7 +83,8 @@ class Router:
         for path, handler in pages.items():
             app.router.add_get(path, handler)
         app.on_response_prepare.append(self._close_if_stopping)
-        app.on_response_prepare.append(Origins(self._config.allow_origins).mark)
+        if self._config.allow_origins:
+            app.on_response_prepare.append(Origins(self._config.allow_origins).mark)
         paths = [resource.canonical for resource in app.router.resources()]
         self._telemetry.expect(paths)
         for path in paths:
@@ -118,20 +115,34 @@ class Router:
         await self._telemetry.close()
 
     async def _serve(self, path: str, http: web.Request) -> web.StreamResponse:
-        """Answer a request. Its answer counts until the client has taken it."""
+        """Answer a request. Its answer counts until the client has taken it, all but a little at
+        its end.
+        """
         context = http[CONTEXT]
         try:
             answer = await self._in_time(path, context)
         finally:
             context.release()
-        context.reservation.keep(_answer_bytes(answer))
-        return await send(context, answer)
+        body = answer.body if isinstance(answer, web.Response) else None
+        num_bytes = len(body) if isinstance(body, bytes | bytearray) else 0
+        context.reservation.keep(num_bytes * ANSWER_COST)
+        if isinstance(answer, web.Response) and context.answer is not None:
+            return await ended_with(context, answer)  # the client has the head of a stream
+        if not answer.prepared:
+            answer.headers.update(context.response_headers(answer.status))
+            context.answer = answer  # the client may leave meanwhile
+            await answer.prepare(context.http)
+        await answer.write_eof()
+        return answer
 
     async def _in_time(self, path: str, context: RequestContext) -> web.StreamResponse:
         """Return the answer, streamed or not, within the overall deadline."""
         try:
-            async with self.in_flight.begin(self._config.timeout_s):
-                return await self._answer(path, context)
+            async with self.in_flight.begin(self._config.timeout_s) as deadline:
+                try:
+                    return await self._answer(path, context)
+                finally:
+                    self.in_flight.end(deadline)
         except TimeoutError as exc:
             if context.answer is None:  # no variable: an error and its traceback form a cycle
                 raise self.in_flight.ending() from exc
@@ -142,7 +153,8 @@ class Router:
         client = _READERS[path](body, self._config.max_items)
         del body  # the decoded request takes several times the memory
         self._pipeline.retry_budget.note_request()
-        context.client = client.for_model(await self._lists.resolve(client.model, context.headers))
+        model = await self._lists.resolve(client.model, context.headers)
+        context.client = client if model in (None, client.model) else client.for_model(model)
         if not all(is_inline(item.source) for item in client.items):
             await self._lists.check_client(context.headers)
         if path in SPLIT:
@@ -255,12 +267,6 @@ class Telemetry:
         """Export what is left."""
         if self._spans is not None:
             await self._spans.close()
-
-
-def _answer_bytes(answer: web.StreamResponse) -> int:
-    """Return the memory that an answer takes until it is sent."""
-    body = answer.body if isinstance(answer, web.Response) else None
-    return len(body) * ANSWER_COST if isinstance(body, bytes | bytearray) else 0
 
 
 async def _without_slash(http: web.Request) -> web.StreamResponse:

@@ -48,11 +48,8 @@ class Siblings:
         self._answers: dict[str, Answer] = {}
         self._datagrams: socket.socket | None = None
         self._server: asyncio.Server | None = None
-
-    @property
-    def are_there(self) -> bool:
+        self.are_there = count > 1
         """Whether this router has several workers."""
-        return bool(self._others)
 
     def hear(self, topic: str, hear: Hear) -> None:
         """Have `hear` called with what others tell of a topic."""

@@ -14,7 +14,7 @@ class Stage(StrEnum):
 
 
 class Work(NamedTuple):
-    """What an engine has to do for a request. stages/work.py estimates it."""
+    """What an engine has to do for a request. stages/plan.py estimates it."""
 
     key: bytes = b""
     """Requests with the same key have media or the start of a prompt in common; empty: unknown."""

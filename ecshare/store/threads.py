@@ -140,3 +140,11 @@ async def gather_all(calls: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
         del task
         await asyncio.gather(*tasks, return_exceptions=True)
         tasks.clear()  # breaks the cycle: task, its exception, this frame
+
+
+async def end_all(tasks: Iterable["asyncio.Task[Any]"]) -> None:
+    """Cancel tasks, and return when they have ended. Their errors are dropped."""
+    ended = [*tasks]
+    for task in ended:
+        task.cancel()
+    await asyncio.gather(*ended, return_exceptions=True)

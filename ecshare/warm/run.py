@@ -11,11 +11,10 @@ import pybase64
 from msgspec import Struct
 
 from ecshare.router.api.chat import CHAT_ENDPOINT, read_chat
-from ecshare.router.api.client_request import ClientRequest, Media, MediaItem
+from ecshare.router.api.client_request import MODALITIES, ClientRequest, Media, MediaItem
 from ecshare.router.api.endpoints import read_completion
 from ecshare.router.api.errors import ApiError
-from ecshare.router.http.blobs import Blobs
-from ecshare.router.http.memory import MemoryBudget
+from ecshare.router.http.bodies import Blobs, MemoryBudget, Reservation
 from ecshare.router.media.identity import inline_url
 from ecshare.router.media.loader import MediaLoader
 from ecshare.router.options.config import RouterConfig
@@ -166,7 +165,7 @@ class Run:
         try:
             if self._kind.loads_media:
                 budget = MemoryBudget(_MOST_ITEMS * self._limits.max_bytes)
-                media = await self._loader.load(client.items, blobs, budget.reservation())
+                media = await self._loader.load(client.items, blobs, Reservation(budget))
             for request in self._kind.requests(client, media):
                 await self._post(sample, request, blobs)
         finally:
@@ -228,7 +227,7 @@ def _request_of(sample: Medium | Url | Line, model: str) -> ClientRequest:
         url = inline_url(pybase64.b64encode(sample.read()).decode())
     part = {"type": sample.kind, sample.kind: {"url": url}}
     request = {"model": model, "messages": [{"role": "user", "content": [part]}]}
-    item = MediaItem(("messages", 0, "content", 0), sample.kind, url)
+    item = MediaItem(("messages", 0, "content", 0), sample.kind, url, MODALITIES[sample.kind])
     return ClientRequest(request, (item,), CHAT_ENDPOINT, model)
 
 

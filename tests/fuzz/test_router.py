@@ -25,9 +25,9 @@ from ecshare.router.api.client_request import (
     Media,
 )
 from ecshare.router.api.errors import ApiError
-from ecshare.router.http.headers import request_id
+from ecshare.router.http.middleware import request_id
 from ecshare.router.media.identity import identity, inline_url, is_inline
-from ecshare.router.options.engine_urls import engine_url
+from ecshare.router.options.engines import engine_url
 from ecshare.router.stages import plan
 from tests.fuzz.running import fuzzed
 from tests.fuzz.values import ODD_TEXT, mutated, odd_text, values, written

@@ -15,9 +15,10 @@ from hypothesis.strategies import DrawFn
 from ecshare.router.api.chat import CHAT
 from ecshare.router.api.client_request import MEDIA_FIELDS, TRANSFER_FIELDS, turns_of
 from ecshare.router.api.endpoints import PASSED_ON, SPLIT
-from ecshare.router.api.errors import ApiError, dialect_of, error_body, restated
+from ecshare.router.api.errors import ApiError, error_body, restated
+from ecshare.router.http.middleware import dialect_of
 from ecshare.router.stages import plan
-from ecshare.router.stages.work import prompt_work
+from ecshare.router.stages.plan import prompt_work
 from tests.fuzz.running import fuzzed
 from tests.fuzz.test_router import MAX_ITEMS, PIXELS, REQUESTS, URLS, media_of
 from tests.fuzz.values import mutated, values, written
@@ -132,7 +133,7 @@ def test_each_endpoint_accepts_or_refuses_requests(case: tuple[str, bytes]) -> N
     prompt_work(client, media)
     uuids = {each.uuid for each in media}
     plain = plan.inline_request(client, media)
-    plan.scores_prompt(client.endpoint, plain)
+    client.scores_prompt()
     named = {"a": {}} if media else {}
     announced, names_all = (
         plan.encoded_request(client, media, {}, named, names_all=each) for each in (False, True)

@@ -168,8 +168,8 @@ def _is_preface(event: _Event) -> bool:
 
 # --- what the client is shown ---
 
-_MARKS = (b"transfer_params", b"cached_tokens", b"cache_read_input_tokens")
-"""A line without these is shown as it is, unread."""
+# A line without these is shown as it is, unread.
+_TRANSFER, _CACHED, _CACHE_READ = b"transfer_params", b"cached_tokens", b"cache_read_input_tokens"
 _MAX_LINE_BYTES = 16 * 1024 * 1024
 """Of a line that is not whole. The rest of a longer one is shown as it is."""
 _KEPT_CHUNKS = 4
@@ -232,7 +232,10 @@ class ClientView:
         self._last.append(chunk)
         if self._held or not chunk.endswith(_LINE_ENDS):
             chunk = self._whole_lines(chunk)
-        return self._lines(chunk) if _is_marked(chunk) else chunk
+        # As in `_is_marked`: for each event of each stream a call costs more than the searches.
+        if _TRANSFER in chunk or _CACHED in chunk or _CACHE_READ in chunk:
+            return self._lines(chunk)
+        return chunk
 
     def end(self) -> bytes:
         """Return what is left when the stream ends."""
@@ -288,9 +291,7 @@ class ClientView:
 
 
 def _is_marked(text: bytes | bytearray) -> bool:
-    # Written out: for each event of each stream a generator costs more than the searches.
-    transfers, cached, read = _MARKS
-    return transfers in text or cached in text or read in text
+    return _TRANSFER in text or _CACHED in text or _CACHE_READ in text
 
 
 def _before_request(usage: dict[str, Any], of_prefill: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from ecshare.router.api.client_request import (
     MEDIA_FIELDS,
+    MODALITIES,
     NOT_FOR_CLIENTS,
     ClientRequest,
     Endpoint,
@@ -79,7 +80,9 @@ def item_of_part(part: Request, path: FieldPath) -> MediaItem | None:
     if part.get("type") == "text" and _ALL_MEDIA_FIELDS.isdisjoint(part):
         return None  # as most parts
     kind = _kind(part, path)
-    return None if kind is None else MediaItem(path, kind, _source(kind, part.get(kind), path))
+    if kind is None:
+        return None
+    return MediaItem(path, kind, _source(kind, part.get(kind), path), MODALITIES[kind])
 
 
 def _kind(part: Request, path: FieldPath) -> str | None:
@@ -145,4 +148,5 @@ CHAT_ENDPOINT = Endpoint(
     prefill={"n": 1, "stream": False},
     options=("model", "mm_processor_kwargs", "media_io_kwargs"),
     takes_metadata=True,
+    has_top_logprobs=True,
 )

@@ -48,12 +48,10 @@ class MediaItem(Struct, frozen=True):
 
     path: FieldPath
     kind: str
+    """One of MODALITIES."""
     source: str
-
-    @property
-    def modality(self) -> str:
-        """Return image, video or audio."""
-        return MODALITIES[self.kind]
+    modality: str
+    """That of `kind`."""
 
     @property
     def param(self) -> str:
@@ -91,6 +89,8 @@ class Endpoint(Struct, frozen=True):
     """Whether vLLM takes a uuid beside an item."""
     takes_metadata: bool = False
     """Whether vLLM takes metadata in place of an item that has a uuid."""
+    has_top_logprobs: bool = False
+    """Whether `echo` alone has the prompt's logits told: `top_logprobs` counts as 0 if missing."""
 
 
 class ClientRequest(Struct, frozen=True):
@@ -114,10 +114,18 @@ class ClientRequest(Struct, frozen=True):
         option = self.request.get(name)
         return not option or option[SAVE_OPTIONS[name]]
 
-    def for_model(self, model: str | None) -> "ClientRequest":
-        """Return the same request for another model; None: as it is."""
-        if model in (None, self.model):
-            return self
+    def scores_prompt(self) -> bool:
+        """Tell whether D computes the whole prompt in any case, because its logits are asked
+        for.
+        """
+        request = self.request
+        if request.get("prompt_logprobs") is not None:
+            return True
+        counts = self.endpoint.has_top_logprobs or request.get("logprobs") is not None
+        return counts and bool(request.get("echo"))
+
+    def for_model(self, model: str) -> "ClientRequest":
+        """Return the same request for another model."""
         request = self.request | {"model": model}
         return msgspec.structs.replace(self, request=request, model=model)
 
@@ -296,7 +304,7 @@ def turns_of(client: ClientRequest, media: Sequence[Media]) -> list[Turn]:
     turns = []
     for at, message in enumerate(client.turns_of(named)):
         json = _json(message, order=None)  # templates may show objects in the client's order
-        digest = hashlib.sha256(digest + hashlib.sha256(json).digest()).digest()
+        digest = hashlib.sha256(digest + json).digest()
         is_answer = message.get("role") == "assistant"
         turns.append(Turn(digest, len(json), at in with_media, is_answer, json))
     return turns

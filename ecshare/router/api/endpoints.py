@@ -140,7 +140,7 @@ def _images_of(content: Any, path: FieldPath, *, may_nest: bool = True) -> Itera
             continue
         here = (*path, at)
         if block.get("type") == "image":
-            yield MediaItem(here, "image_url", _image_url(block.get("source"), here))
+            yield MediaItem(here, "image_url", _image_url(block.get("source"), here), "image")
         elif block.get("type") == "tool_result" and may_nest:
             yield from _images_of(block.get("content"), (*here, "content"), may_nest=False)
 

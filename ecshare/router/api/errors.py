@@ -120,13 +120,6 @@ class Dialect(Enum):
     ANTHROPIC = "anthropic"
 
 
-def dialect_of(path: str) -> Dialect:
-    """Return the dialect of a path, whether or not there is anything at it."""
-    if path.startswith("/v1/messages"):
-        return Dialect.ANTHROPIC
-    return Dialect.RESPONSES if path.startswith("/v1/responses") else Dialect.OPENAI
-
-
 def error_body(dialect: Dialect, error: ApiError) -> dict[str, Any]:
     """Return the JSON object of an error."""
     if dialect is Dialect.ANTHROPIC:

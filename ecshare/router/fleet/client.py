@@ -7,6 +7,7 @@ nobody waits for the answer any more.
 
 import asyncio
 import re
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -19,11 +20,8 @@ from ecshare.router.fleet.engines import Engine, EnginePool
 from ecshare.router.fleet.exchange import BrokenError, ConnectError, Connections, Exchange
 from ecshare.router.fleet.health import TimeLimits, Wait
 from ecshare.router.fleet.watch import HealthWatch
-from ecshare.router.http.blobs import Payload
-from ecshare.router.http.context import EngineCall, RequestContext
-from ecshare.router.http.events import Events
-from ecshare.router.http.headers import returned
-from ecshare.router.http.memory import Reservation
+from ecshare.router.http.bodies import Payload, Reservation
+from ecshare.router.http.context import EngineCall, Events, RequestContext
 from ecshare.router.options.config import RouterConfig
 from ecshare.router.types import Stage, Work
 from ecshare.store.integrity import TOKEN_HEADER
@@ -33,6 +31,7 @@ MODELS = "/v1/models"
 _MAX_ANSWER_BYTES = 64 * 1024 * 1024
 ANSWER_COST = 2
 """Bytes of memory for each byte of an answer: it is copied once more when it is sent."""
+_RETURNED = ("Retry-After", "endpoint-load-metrics")
 _WHOLE_SECONDS = re.compile(r"[0-9]{1,3}|[1-3][0-9]{3}")
 
 
@@ -56,6 +55,9 @@ class Call:
     _wait: Wait | None = None
     _has_begun: bool = False
     status: int = 0
+    failed: bool = False
+    """Whether the status is 5xx, 408 or 429: another engine or another path may succeed."""
+    content_type: str = ""
     is_stream: bool = False
 
     async def __aenter__(self) -> "Call":
@@ -102,22 +104,26 @@ class Call:
 
     def _read_head(self) -> None:
         status = self.status = self._record.status = self._exchange.status
+        self.failed = _is_failure(status)
+        self.content_type = _content_type(self._exchange)
         self.is_stream = status == 200 and self.content_type.startswith("text/event-stream")
         if status in GONE_STATUSES:
-            self._record.note_first_byte()
+            self._record.first_byte_s = time.monotonic()
             self.engine.health.note_lost_connection()
-        else:
+        elif self.is_stream:
+            # Its head arrives before any token is computed, and so may comments in it.
             self.engine.health.note_reached()
-            # The head of a stream arrives before any token is computed, and so may comments in it.
-            if not self.is_stream:
-                self.begin(is_error=self.failed)
+        else:
+            self.begin(is_error=self.failed)
 
     def begin(self, *, is_error: bool) -> None:
         """Note that an answer has begun: with an error, or with a part of what was asked for."""
         self._has_begun = True
-        self._record.note_first_byte()
-        wait, self._wait = self._wait, None
-        self.engine.health.note_begin(wait, serves=not is_error)
+        if self._record.first_byte_s is None:
+            self._record.first_byte_s = time.monotonic()
+        health, wait, self._wait = self.engine.health, self._wait, None
+        health.note_reached()
+        health.note_begin(wait, serves=not is_error)
 
     def _end(self, failure: BaseException | None) -> None:
         self._exchange.close()
@@ -132,20 +138,11 @@ class Call:
         EnginePool.end(self.engine, self._work.tokens)
         self._client.events.call_ended(self._context, self._record, failure)
 
-    @property
-    def content_type(self) -> str:
-        """The type of the answer's body."""
-        return _content_type(self._exchange)
-
-    @property
-    def failed(self) -> bool:
-        """Whether it is a 5xx, 408 or 429: another engine or another path may succeed."""
-        return _is_failure(self.status)
-
-    @property
     def returned(self) -> dict[str, str]:
-        """The headers of the engine that the client gets, besides its Content-Type."""
-        return returned(self._exchange.headers)
+        """Return the headers of the engine that the client gets."""
+        given = self._exchange.headers
+        more = {name: given[low] for name in _RETURNED if (low := name.lower()) in given}
+        return {**more, "Content-Type": self.content_type}
 
     def failure(self) -> EngineError:
         """Return the error of an answer that `failed`."""
@@ -179,7 +176,8 @@ class Call:
             EngineError: it breaks off or is far too large.
         """
         body = bytearray()
-        while chunk := await self.chunk():
+        while not self._exchange.is_over:
+            chunk = await self.chunk()
             reservation.take(len(chunk) * ANSWER_COST)
             body += chunk
             if len(body) > _MAX_ANSWER_BYTES:
@@ -246,7 +244,7 @@ class EngineClient:
         try:
             async with self.call(context, engine, payload, self._stage_limits, path) as call:
                 body = await call.read(context.reservation)
-                if call.failed or lacks_model(call.status, body):
+                if call.failed or (call.status == 404 and lacks_model(body)):
                     raise call.failure()
                 if call.status >= 400:
                     raise RefusalError(call.status, bytes(body), call.content_type)
@@ -319,14 +317,12 @@ def _content_type(exchange: Exchange) -> str:
     return exchange.headers.get("content-type", "application/json")
 
 
-def lacks_model(status: int, body: bytes | bytearray) -> bool:
-    """Tell whether an engine says that it does not serve the model of a request.
+def lacks_model(body: bytes | bytearray) -> bool:
+    """Tell whether an engine says, with a 404, that it does not serve the model of a request.
 
     It may have unloaded it a moment ago, or not list its models. It has no error to tell of a path
     that it does not serve.
     """
-    if status != 404:
-        return False
     try:
         return "error" in msgspec.json.decode(body, type=Request)
     except (ValueError, RecursionError):

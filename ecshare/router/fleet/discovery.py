@@ -13,12 +13,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ecshare.router.fleet.engines import EnginePool
-from ecshare.router.fleet.tasks import end_all
-from ecshare.router.options.engine_urls import BY_NAME, port_of, url_at
-from ecshare.router.options.engines_file import Given, Urls, read_engines
+from ecshare.router.options.engines import BY_NAME, Given, Urls, port_of, read_engines, url_at
 from ecshare.router.types import Stage
 from ecshare.store.errors import ConfigError
-from ecshare.store.threads import gather_all
+from ecshare.store.threads import end_all, gather_all
 
 logger = logging.getLogger(__name__)
 

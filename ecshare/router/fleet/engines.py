@@ -181,11 +181,12 @@ class EnginePool:
             for each in self.serving(work.model)
             if each.health.takes_one_more(each.in_flight) and each not in excluded
         ]
-        if len(live) > 1:
-            live = [each for each in live if not each.health.is_failing] or live
+        if len(live) < 2:
+            return live[0] if live else None
+        live = [each for each in live if not each.health.is_failing] or live
         if work.key and len(live) > 1:
             return self._by_affinity(live, work)
-        return min(live, key=_by_load, default=None)
+        return min(live, key=_by_load)
 
     def _by_affinity(self, engines: Sequence[Engine], work: Work) -> Engine:
         """Choose by rendezvous hashing with bounded load: with each engine that comes or goes only

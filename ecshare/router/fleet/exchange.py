@@ -6,52 +6,23 @@ loop's thread, and runs on any loop of asyncio's kind.
 """
 
 import asyncio
-import re
 import select
 import ssl
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
-from typing import NamedTuple, Protocol, cast
+from typing import cast
 
-from ecshare.router.fleet.answers import Answer, BrokenError
+from ecshare.router.fleet.messages import Answer, Body, BrokenError, Origin, Request, slices
 
 __all__ = ["Body", "BrokenError", "ConnectError", "Connections", "Exchange"]
 
 _SMALL_BYTES = 64 * 1024
 """A body up to this size is sent in one piece with the head."""
-_SLICE_BYTES = 256 * 1024
 _MAX_UNREAD_BYTES = 256 * 1024
-_URL = re.compile(
-    r"(https?)://"
-    r"(\[[0-9A-Fa-f:.]+(?:%[0-9A-Za-z_.-]+)?\]|[^\x00-\x20\x7f/?#@:\[\]\\]+)"
-    r"(?::([0-9]{1,5}))?"
-    r"(/[!-\"$-~]*)?"
-)
-_ZONE = re.compile("%[^]]*")
-"""Names an interface of this host, which is nobody else's business."""
-_DEFAULT_PORTS = {"http": 80, "https": 443}
-_OWN_HEADERS = {"accept-encoding", "content-length", "host", "transfer-encoding"}
 
 
 class ConnectError(OSError):
     """No connection was made: nothing was sent."""
-
-
-class Body(Protocol):
-    """What is sent."""
-
-    num_bytes: int
-
-    def pieces(self) -> Iterator[bytes | memoryview]:
-        """Yield it in pieces of any size. Called again if it must be sent again."""
-
-
-class _Origin(NamedTuple):
-    """What a connection leads to."""
-
-    scheme: str
-    host: str
-    port: int
 
 
 class Connections:
@@ -69,7 +40,7 @@ class Connections:
         self._using: set[Exchange] = set()
         self._queue: dict[Exchange, None] = {}
         # Since when each has been idle, the longest first.
-        self._idle: dict[_Origin, dict[_Connection, float]] = {}
+        self._idle: dict[Origin, dict[_Connection, float]] = {}
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._tls: ssl.SSLContext | None = None
         self._is_closed = False
@@ -86,7 +57,7 @@ class Connections:
 
         `limit_s` is for all of it, from `begin` to the end of the answer.
         """
-        return Exchange(self, _Request(method, url, headers, body), limit_s)
+        return Exchange(self, Request(method, url, headers, body), limit_s)
 
     async def close(self) -> None:
         """Close every connection. Exchanges that go on fail."""
@@ -128,7 +99,7 @@ class Connections:
                 self._using.add(longest)
                 longest.wake()
 
-    def take(self, origin: _Origin) -> "_Connection | None":
+    def take(self, origin: Origin) -> "_Connection | None":
         """Return a kept connection, None if there is none."""
         idle = self._idle.get(origin)
         while idle:
@@ -175,73 +146,36 @@ class Connections:
             self._sweep_timer = loop.call_at(oldest_s + self._keep_idle_s, self._sweep)
 
 
-class _Request(NamedTuple):
-    method: str
-    url: str
-    headers: Mapping[str, str]
-    body: Body | None
-
-    def head(self) -> tuple[_Origin, bytes]:
-        """Return where the request goes, and its head.
-
-        Raises:
-            ValueError: a part of it is malformed.
-        """
-        parts = _URL.fullmatch(self.url)
-        if parts is None or int(parts[3] or 0) > 65535:
-            raise ValueError(f"{self.url!r} is no url of an engine")
-        scheme, host, given_port, target = parts.groups()
-        if not host.isascii():
-            host = host.encode("idna").decode()
-        default_port = _DEFAULT_PORTS[scheme]
-        port = int(given_port) if given_port else default_port
-        name = _ZONE.sub("", host)
-        lines = [
-            f"{self.method} {target or '/'} HTTP/1.1",
-            f"Host: {name}" if port == default_port else f"Host: {name}:{port}",
-            "Accept-Encoding: identity",
-        ]
-        for name, value in self.headers.items():
-            if name.lower() not in _OWN_HEADERS:
-                lines.append(f"{name}: {value}")
-        if self.body is not None:
-            lines.append(f"Content-Length: {self.body.num_bytes}")
-        lines += ("", "")
-        head = "\r\n".join(lines)
-        if not head.count("\r") == head.count("\n") == len(lines) - 1 or "\0" in head:
-            raise ValueError("a header has a line break or a NUL in it")
-        return _Origin(scheme, host.strip("[]"), port), head.encode()
-
-
 class Exchange:
     """One request and its answer. Close it in any case."""
 
     __slots__ = (
         "_connection",
         "_connections",
-        "_is_over",
         "_limit_s",
         "_reason",
         "_request",
         "_timer",
         "_waiter",
         "headers",
+        "is_over",
         "status",
     )
 
-    def __init__(self, connections: Connections, request: _Request, limit_s: float | None) -> None:
+    def __init__(self, connections: Connections, request: Request, limit_s: float | None) -> None:
         self.status = 0
         """0 until the head of the answer is there."""
         self.headers: Mapping[str, str] = {}
         """By lower-case names. The first one counts where a name is repeated."""
         self._connections = connections
-        self._request: _Request | None = request
+        self._request: Request | None = request
         self._limit_s = limit_s
         self._timer: asyncio.TimerHandle | None = None
         self._connection: _Connection | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._reason: BaseException | None = None
-        self._is_over = False
+        self.is_over = False
+        """Whether the body has been read to its end."""
 
     async def begin(self) -> None:
         """Send the request, and return when the head of the answer is there.
@@ -286,10 +220,13 @@ class Exchange:
             connection = self._connection
             if connection is None:
                 raise BrokenError("the exchange is closed")
-            if connection.answer.num_unread:
-                return connection.read()
-            if connection.answer.is_complete:
-                self._is_over = True
+            answer = connection.answer
+            if answer.num_unread:
+                chunk = connection.read()
+                self.is_over = answer.is_complete
+                return chunk
+            if answer.is_complete:
+                self.is_over = True
                 return b""
             await self._wait()
 
@@ -298,7 +235,7 @@ class Exchange:
 
         Without effect once the body has been read to its end.
         """
-        if self._is_over or self._reason is not None:
+        if self.is_over or self._reason is not None:
             return
         self._reason = reason
         if self._connection is not None:
@@ -309,7 +246,7 @@ class Exchange:
         """Keep the connection if the whole answer has arrived and it may be kept. Close it
         otherwise.
         """
-        self._is_over = True
+        self.is_over = True
         # The reason's traceback refers to frames, and they to this: that cycle would keep memory.
         self._reason = self._request = None
         if self._timer is not None:
@@ -338,7 +275,7 @@ class Exchange:
         if self._reason is not None:
             raise self._reason
 
-    async def _is_answered(self, connection: "_Connection", request: _Request, head: bytes) -> bool:
+    async def _is_answered(self, connection: "_Connection", request: Request, head: bytes) -> bool:
         """Send the request. Return True with the head of the answer, False if the connection had
         been kept and ended before any byte.
         """
@@ -353,7 +290,7 @@ class Exchange:
         self.status, self.headers = answer.status, answer.headers
         return True
 
-    async def _connected(self, origin: _Origin) -> "_Connection":
+    async def _connected(self, origin: Origin) -> "_Connection":
         loop = asyncio.get_running_loop()
         connecting = loop.create_task(self._connect(origin))
         connecting.add_done_callback(self._note_connected)
@@ -374,7 +311,7 @@ class Exchange:
             raise ConnectError(str(failure) or type(failure).__name__)
         return connecting.result()
 
-    async def _connect(self, origin: _Origin) -> "_Connection":
+    async def _connect(self, origin: Origin) -> "_Connection":
         connections = self._connections
         _, connection = await asyncio.get_running_loop().create_connection(
             lambda: _Connection(connections, origin),
@@ -408,7 +345,7 @@ class _Connection(asyncio.Protocol):
     _transport: asyncio.Transport
     answer: Answer
 
-    def __init__(self, connections: Connections, origin: _Origin) -> None:
+    def __init__(self, connections: Connections, origin: Origin) -> None:
         self._connections = connections
         self.origin = origin
         self._exchange: Exchange | None = None
@@ -420,7 +357,7 @@ class _Connection(asyncio.Protocol):
         self.went_stale = False
         self._poll = select.poll()
 
-    def send(self, exchange: Exchange, request: _Request, head: bytes) -> None:
+    def send(self, exchange: Exchange, request: Request, head: bytes) -> None:
         """Send a request, as much of it as the connection takes now."""
         self.answer.start(request.method)
         self._exchange = exchange
@@ -433,14 +370,18 @@ class _Connection(asyncio.Protocol):
             transport.write(b"".join([head, *body.pieces()]))
         else:
             self._num_unsent = len(head) + body.num_bytes
-            self._unsent = _slices(chain([head], body.pieces()))
+            self._unsent = slices(chain([head], body.pieces()))
             self._send_more()
 
     def read(self) -> bytes:
-        """Return what is there of the body, and let more arrive."""
-        if self.answer.num_unread > _MAX_UNREAD_BYTES:
+        """Return the part of the body that nobody has read yet, and let more arrive."""
+        answer = self.answer
+        if answer.num_unread > _MAX_UNREAD_BYTES:
             self._transport.resume_reading()
-        return self.answer.read()
+        unread, answer.num_unread = answer.unread, 0
+        data = unread[0] if len(unread) == 1 else b"".join(unread)
+        unread.clear()
+        return data
 
     def is_quiet(self) -> bool:
         """Tell whether it is open, and nothing has arrived that nobody asked for."""
@@ -453,7 +394,8 @@ class _Connection(asyncio.Protocol):
             return False
         if self._transport.get_write_buffer_size():  # it has answered without the whole request
             return False
-        self.read()
+        if answer.num_unread:
+            self.read()
         self._exchange = None
         self._may_be_stale = True
         self._connections.keep(self)
@@ -541,23 +483,6 @@ class _Connection(asyncio.Protocol):
             self._unsent = None
         else:
             asyncio.get_running_loop().call_soon(self._send_more)
-
-
-def _slices(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    """Yield pieces in slices of limited size: small ones are joined, large ones are not copied."""
-    slices: list[memoryview] = []
-    room = _SLICE_BYTES
-    for piece in pieces:
-        rest = memoryview(piece)
-        while rest:
-            slices.append(rest[:room])
-            rest = rest[room:]
-            room -= len(slices[-1])
-            if not room:
-                yield slices[0] if len(slices) == 1 else b"".join(slices)
-                slices, room = [], _SLICE_BYTES
-    if slices:
-        yield b"".join(slices)
 
 
 def _discard(connecting: "asyncio.Task[_Connection]") -> None:

@@ -106,7 +106,8 @@ class Health:
 
     def takes_one_more(self, in_flight: int) -> bool:
         """Tell whether it may get a request besides the `in_flight` that it has."""
-        return not self.is_down and not (self._num_hangs and in_flight)
+        is_down = self.is_hung or self.down_until_s > self._clock_s()
+        return not (is_down or (self._num_hangs and in_flight))
 
     @property
     def is_in_doubt(self) -> bool:
@@ -139,7 +140,7 @@ class Health:
     def note_begin(self, wait: Wait | None, *, serves: bool) -> None:
         """Note the first byte of an answer, which `serves` the request or is an error."""
         if wait is not None:
-            self.end_wait(wait)
+            self.waits.discard(wait)
         if serves:
             self._failing_until_s = 0.0
         self.note_sign_of_life()

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which models the engines serve, as far as they tell. A slow list delays nobody.
+"""Which models the engines serve, and which clients they accept, as far as they tell.
 
 Engines with an API key tell only clients that they accept, so they are asked with clients' headers:
-the router has no key. Engines of one stage may serve different models.
+the router has no key. Engines of one stage may serve different models. A slow list delays nobody.
 """
 
 import asyncio
+import contextlib
+import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +16,10 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from ecshare.router.api.errors import ApiError, EngineError, RefusalError
-from ecshare.router.fleet.clients import Headers, KnownClients
 from ecshare.router.fleet.engines import Cards, Engine, EnginePool
-from ecshare.router.fleet.tasks import end_all
 from ecshare.router.types import Stage
+from ecshare.store.recent import Recent
+from ecshare.store.threads import end_all
 
 TIMEOUT_S = 5.0
 HEDGE_S = 0.2  # then another engine is asked about a client as well
@@ -27,16 +29,72 @@ _FRESH_FOR_REFUSAL_S = 1.0  # so that an adapter loaded just now is found
 _SETTLED_S = 1.0
 _MAX_ASKED = 3
 """How many engines may be asked about one client."""
+CLIENT_FRESH_S = 10.0
+CLIENT_KEPT_S = 300.0
+MAX_CLIENTS = 4096
 _MAX_MODELS = 10_000
 _MAX_SHOWN = 20
 
-
+Headers = Mapping[str, str]
 Read = Callable[[Engine, Headers, float], Awaitable[bytes | bytearray | None]]
 """Returns an engine's list, within so many seconds. See `EngineClient.models`."""
 
 
 class _List(msgspec.Struct):
     data: list[dict[str, Any]]
+
+
+class KnownClients:
+    """Remembers the credentials (Authorization headers) that decode accepted, as hashes.
+
+    A known client passes at once, and its credential is checked again in the background. Refusals
+    are not remembered. Belongs to the event loop's thread.
+    """
+
+    def __init__(
+        self, ask: Callable[[Headers], Awaitable[None]], clock_s: Callable[[], float]
+    ) -> None:
+        """`ask` asks decode with a client's headers.
+
+        It raises RefusalError if decode refuses them, and EngineError if decode does not tell.
+        """
+        self._ask = ask
+        self._clock_s = clock_s
+        self._accepted_s: Recent[bytes, float] = Recent(MAX_CLIENTS)
+        self._asking: dict[bytes, asyncio.Task[None]] = {}
+
+    async def check(self, headers: Headers) -> None:
+        """Return if the engines would serve a client with these headers.
+
+        Raises:
+            RefusalError: decode refuses them.
+            EngineError: decode does not tell.
+        """
+        key = hashlib.sha256(headers.get("Authorization", "").encode()).digest()
+        age_s = self._clock_s() - self._accepted_s.get(key, float("-inf"))
+        if age_s >= CLIENT_KEPT_S:
+            await self._update(key, headers)
+        elif age_s >= CLIENT_FRESH_S and key not in self._asking:
+            self._asking[key] = asyncio.create_task(self._refresh(key, headers))
+
+    async def close(self) -> None:
+        """Cancel the checks in progress."""
+        await end_all(self._asking.values())
+
+    async def _refresh(self, key: bytes, headers: Headers) -> None:
+        try:
+            with contextlib.suppress(EngineError, RefusalError):
+                await self._update(key, headers)
+        finally:
+            del self._asking[key]
+
+    async def _update(self, key: bytes, headers: Headers) -> None:
+        try:
+            await self._ask(headers)
+        except RefusalError:
+            self._accepted_s.pop(key, None)
+            raise
+        self._accepted_s[key] = self._clock_s()
 
 
 @dataclass(eq=False)

@@ -7,8 +7,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from ecshare.router.api.errors import GONE_STATUSES, EngineError
 from ecshare.router.fleet.engines import Engine, EnginePool
-from ecshare.router.http.context import RequestContext
-from ecshare.router.http.events import Events
+from ecshare.router.http.context import Events, RequestContext
 from ecshare.router.types import Stage, Work
 
 logger = logging.getLogger(__name__)
@@ -34,7 +33,8 @@ class _Part:
         """`share`: retries that each request allows, from 0 (no retries at all) upwards."""
         self._share = share
         self._clock_s = clock_s
-        self._left = _BURST if share else 0.0
+        self.left = _BURST if share else 0.0
+        """How many retries are allowed, when `has_any` last looked."""
         self._filled_s = clock_s()
         self.num_spent = 0
         self.num_refused = 0
@@ -43,25 +43,21 @@ class _Part:
     def has_any(self) -> bool:
         """Whether a retry would be allowed now."""
         self._fill()
-        return self._left >= 1
+        return self.left >= 1
 
     def spend(self) -> bool:
         """Take one retry; False: there is none left."""
         if not self.has_any:
             self.num_refused += 1
             return False
-        self._left -= 1
+        self.left -= 1
         self.num_spent += 1
         return True
-
-    def note_request(self) -> None:
-        """Add what one request allows."""
-        self._left += self._share
 
     def _fill(self) -> None:
         now_s = self._clock_s()
         more = (now_s - self._filled_s) * _PER_S if self._share else 0.0
-        self._left, self._filled_s = min(_BURST, self._left + more), now_s
+        self.left, self._filled_s = min(_BURST, self.left + more), now_s
 
 
 class RetryBudget:
@@ -73,6 +69,7 @@ class RetryBudget:
 
     def __init__(self, share: float, clock_s: Callable[[], float]) -> None:
         """`share` is that of each part: retries that each request allows, 0 for none at all."""
+        self._share = share
         self._parts = [_Part(share, clock_s) for _ in range(2)]
 
     def after(self, status: int | None) -> _Part:
@@ -82,7 +79,7 @@ class RetryBudget:
     def note_request(self) -> None:
         """Add what one request allows."""
         for part in self._parts:
-            part.note_request()
+            part.left += self._share
 
     def status(self) -> dict[str, int]:
         """Return counts for the status page."""

@@ -7,8 +7,8 @@ from weakref import WeakKeyDictionary
 
 from ecshare.router.fleet.engines import Engine, EnginePool
 from ecshare.router.fleet.health import Health
-from ecshare.router.fleet.tasks import end_all
 from ecshare.router.types import Stage
+from ecshare.store.threads import end_all
 
 POLL_EVERY_S = 2.0
 _POLL_LIMIT_S = 4.0  # longer than for reports: requests move to other engines if it fails

@@ -1,18 +1,234 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads request bodies, within limits of format, size, speed and memory."""
+"""The bodies of requests: read within limits of format, size, speed and memory, and sent on.
+
+A picture is megabytes of text in the JSON of a chat completion. Decoding and encoding it with the
+rest would copy it for each stage, and block the event loop for each copy. So every long run of
+base64 is replaced by a placeholder before the JSON is decoded, and is sent from the buffer in which
+it arrived. Placeholders contain a random number that is new for each request: no client can forge
+one.
+"""
 
 import asyncio
+import secrets
 from codecs import BOM_UTF8
+from collections.abc import AsyncIterator
 from json import detect_encoding
 
+import msgspec
 from aiohttp import hdrs, web
 
+from ecshare.router.api.client_request import too_deep
 from ecshare.router.api.errors import ApiError
-from ecshare.router.http.blobs import Blobs
-from ecshare.router.http.memory import Reservation
-from ecshare.router.http.responses import too_large
 from ecshare.router.options.config import RouterConfig
 from ecshare.router.options.values import MIB
+from ecshare.router.types import Work
+
+# --- memory ---
+
+_RETRY_AFTER_S = 2.0
+_SMALL_BYTES = 1024 * 1024
+_SHARE_FOR_SMALL = 8
+
+
+class MemoryBudget:
+    """A limit in bytes that requests share. Belongs to the event loop's thread.
+
+    An eighth of it is for small requests alone, of up to 1 MiB: a few clients with large bodies,
+    which they may send as slowly as they are allowed to, cannot keep all others out.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.large_limit_bytes = limit_bytes - limit_bytes // _SHARE_FOR_SMALL
+        """The limit for requests that are not small."""
+        self.used_bytes = 0
+
+
+class Reservation:
+    """The memory that one request has reserved, and is to release."""
+
+    def __init__(self, memory: MemoryBudget) -> None:
+        self._memory = memory
+        self.held_bytes = 0
+
+    def expect(self, num_bytes: int) -> None:
+        """Check that so much more would fit now. Reserves nothing.
+
+        Raises:
+            ApiError: it would not fit (429).
+        """
+        memory = self._memory
+        is_small = self.held_bytes + num_bytes <= _SMALL_BYTES
+        limit_bytes = memory.limit_bytes if is_small else memory.large_limit_bytes
+        # It always fits if this request holds all that is used: a limit that is too low for one
+        # request serves it all the same.
+        if memory.used_bytes != self.held_bytes and memory.used_bytes + num_bytes > limit_bytes:
+            raise ApiError(
+                429,
+                "The requests in flight take all the memory there is for them.",
+                code="too_many_requests",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+
+    def keep(self, num_bytes: int) -> None:
+        """Release all but `num_bytes` of what is reserved."""
+        released = max(0, self.held_bytes - num_bytes)
+        self.held_bytes -= released
+        self._memory.used_bytes -= released
+
+    def release(self) -> None:
+        """Release all."""
+        self._memory.used_bytes -= self.held_bytes
+        self.held_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Reserve so much more.
+
+        Raises:
+            ApiError: it does not fit (429).
+        """
+        memory = self._memory
+        if memory.used_bytes + num_bytes > memory.large_limit_bytes:  # else it fits in any case
+            self.expect(num_bytes)
+        self.held_bytes += num_bytes
+        memory.used_bytes += num_bytes
+
+
+# --- long base64 texts ---
+
+_ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/="
+_OTHERS = bytes(byte not in _ALPHABET for byte in range(256))
+"""A translation that leaves 0 of a character of base64, and 1 of any other byte."""
+_OTHER = b"\1"
+_BLOCK_BYTES = 16 * 1024
+"""A run is found if it covers a whole block, so every run of twice this size is found."""
+_BLOCKS_AT_ONCE = 64
+_LONGEST_ESCAPE = 5
+"""How many characters of an escape such as backslash u0041 may look like base64."""
+_DIGITS = 6
+_NO_WORK = Work()
+
+
+class Blobs:
+    """The long texts of one request. `add` and `extract` are for the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._mark = ""  # until there is a text
+        self._texts: list[memoryview] = []
+
+    def add(self, text: bytes | bytearray | memoryview) -> str:
+        """Keep a base64 text without copying it, and return its placeholder."""
+        self._mark = self._mark or "x" + secrets.token_hex(16)
+        name = f"{self._mark}{len(self._texts):0{_DIGITS}}"
+        self._texts.append(memoryview(text))
+        return name
+
+    async def extract(self, body: bytearray) -> bytes | bytearray:
+        """Return the JSON in `body` with placeholders instead of its long texts.
+
+        Keeps views of `body`, which must not change any more.
+        """
+        if len(body) < _BLOCK_BYTES:  # it has no run that would be found
+            return body
+        pieces: list[bytes | memoryview] = []
+        end = 0
+        for first, last in [run async for run in _runs(body)]:
+            start = _start(body, first)
+            if body[start - 1 : start] == b"\\":
+                start += _LONGEST_ESCAPE
+            pieces.append(memoryview(body)[end:start])
+            end = _end(body, last)
+            pieces.append(self.add(memoryview(body)[start:end]).encode())
+        return b"".join([*pieces, memoryview(body)[end:]]) if pieces else body
+
+    def clear(self) -> None:
+        """Release all texts."""
+        self._texts.clear()
+
+    def holds(self, text: str) -> bool:
+        """Tell whether a string of the JSON contains a placeholder."""
+        return bool(self._mark) and self._mark in text
+
+    def length(self, text: str) -> int:
+        """Return how long the text is that a string of the JSON stands for, about."""
+        return sum(map(len, self.pieces(text.encode("utf-8", "replace"))))
+
+    def resolve(self, text: str) -> bytes | memoryview:
+        """Return the text that a string of the JSON stands for.
+
+        Raises:
+            ValueError: the string is not ASCII.
+        """
+        pieces = [piece for piece in self.pieces(text.encode("ascii")) if piece]
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def pieces(self, json: bytes) -> list[bytes | memoryview]:
+        """Return pieces of encoded JSON, each placeholder replaced by its text."""
+        if not self._mark:
+            return [json]
+        head, *rest = json.split(self._mark.encode())
+        pieces: list[bytes | memoryview] = [head]
+        for part in rest:
+            pieces += (self._texts[int(part[:_DIGITS])], part[_DIGITS:])
+        return pieces
+
+
+class Payload:
+    """Outgoing JSON, in pieces that are never joined.
+
+    Owns no text: `Blobs` alone does. Clearing it frees them, whoever still refers to the payload.
+    """
+
+    def __init__(self, blobs: Blobs, content: object, work: Work = _NO_WORK) -> None:
+        """`work`: what it is for an engine.
+
+        Raises:
+            ApiError: `content` is nested too deeply.
+        """
+        self.work = work
+        self._bulk = blobs
+        try:
+            self._json = msgspec.json.encode(content)
+        except RecursionError as exc:  # decoding just succeeded, and our fields add a level
+            raise too_deep() from exc
+        self.num_bytes = sum(map(len, blobs.pieces(self._json)))
+
+    def pieces(self) -> list[bytes | memoryview]:
+        """Return the payload; pieces may be large."""
+        return self._bulk.pieces(self._json)
+
+
+async def _runs(body: bytearray) -> AsyncIterator[tuple[int, int]]:
+    """Yield the offsets of the first and the last whole block of each run."""
+    first: int | None = None
+    for start in range(0, len(body), _BLOCK_BYTES):
+        if start // _BLOCK_BYTES % _BLOCKS_AT_ONCE == 0:
+            await asyncio.sleep(0)
+        block = body[start : start + _BLOCK_BYTES]
+        if len(block) == _BLOCK_BYTES and _OTHER not in block.translate(_OTHERS):
+            first = start if first is None else first
+        elif first is not None:
+            yield first, start - _BLOCK_BYTES
+            first = None
+    if first is not None:
+        yield first, (len(body) // _BLOCK_BYTES - 1) * _BLOCK_BYTES
+
+
+def _start(body: bytearray, block: int) -> int:
+    """Return where the run that covers `block` begins. It does not cover the block before."""
+    before = max(block - _BLOCK_BYTES, 0)
+    return before + 1 + body[before:block].translate(_OTHERS).rfind(_OTHER)
+
+
+def _end(body: bytearray, block: int) -> int:
+    """Return where the run that covers `block` ends. It does not cover the block after."""
+    start = block + _BLOCK_BYTES
+    after = body[start : start + _BLOCK_BYTES].translate(_OTHERS)
+    end = after.find(_OTHER)
+    return start + (len(after) if end < 0 else end)
+
+
+# --- what clients send ---
 
 SLOWEST_BYTES_A_S = 64 * 1024
 """Clients that send a body, or take an answer, more slowly are not waited for."""
@@ -42,7 +258,11 @@ async def read_body(
         ApiError: the body is not JSON by its header, compressed, too large or too slow, or there is
             no memory for it.
     """
-    check_content_type(http)
+    # A browser sends other types for any page without asking first (CORS), so that any page could
+    # have a router on this host or in this network work for it.
+    if http.headers.get(hdrs.CONTENT_TYPE, "").partition(";")[0].lower() != "application/json":
+        message = "Unsupported media type: send the header `Content-Type: application/json`."
+        raise ApiError(400, message, code="wrong_content_type")
     if http.headers.get(hdrs.CONTENT_ENCODING, "").strip().lower() not in ("", "identity"):
         # vLLM does not accept compressed bodies either, and a small one may expand to gigabytes.
         raise ApiError(415, "The body must not be packed: leave the Content-Encoding out.")
@@ -53,21 +273,6 @@ async def read_body(
         raise ApiError(413, message, code="request_too_large")
     reservation.take(len(json) * _TEXT_COST + _num_separators(json) * _SEPARATOR_COST)
     return json
-
-
-def check_content_type(http: web.Request) -> None:
-    """Check that the client says that it sends JSON, as vLLM does.
-
-    A browser sends other types for any page without asking first (CORS), so that any page could
-    have a router on this host or in this network work for it.
-
-    Raises:
-        ApiError: it does not.
-    """
-    given = http.headers.get(hdrs.CONTENT_TYPE, "").lower()
-    if given.partition(";")[0] != "application/json":
-        message = "Unsupported media type: send the header `Content-Type: application/json`."
-        raise ApiError(400, message, code="wrong_content_type")
 
 
 def _as_utf8(body: bytearray, reservation: Reservation) -> bytearray:
@@ -104,7 +309,7 @@ def _num_separators(json: bytes | bytearray) -> int:
     number = 0
     for start in range(0, len(json), _COUNTED_AT_ONCE):
         end = start + _COUNTED_AT_ONCE
-        number += sum(json.count(mark, start, end) for mark in _SEPARATORS)
+        number += sum([json.count(mark, start, end) for mark in _SEPARATORS])
         if number > _MAX_SEPARATORS:
             message = f"The body has more than {_MAX_SEPARATORS:,} commas, colons and brackets."
             raise ApiError(400, message, code="request_too_large")
@@ -114,7 +319,8 @@ def _num_separators(json: bytes | bytearray) -> int:
 async def _received(http: web.Request, config: RouterConfig, reservation: Reservation) -> bytearray:
     length = http.content_length
     if length is not None:
-        _check_length(length, config)
+        if length > config.max_body_bytes:
+            raise too_large(config)
         reservation.expect(length)  # refuse at once rather than half-way
     body = bytearray()
     try:
@@ -123,7 +329,8 @@ async def _received(http: web.Request, config: RouterConfig, reservation: Reserv
             while chunk := await http.content.readany():
                 reservation.take(len(chunk))
                 body += chunk
-                _check_length(len(body), config)
+                if len(body) > config.max_body_bytes:
+                    raise too_large(config)
                 if len(body) != length:
                     deadline.reschedule(latest_s + len(body) / SLOWEST_BYTES_A_S)
     except TimeoutError as exc:
@@ -131,6 +338,7 @@ async def _received(http: web.Request, config: RouterConfig, reservation: Reserv
     return body
 
 
-def _check_length(num_bytes: int, config: RouterConfig) -> None:
-    if num_bytes > config.max_body_bytes:
-        raise too_large(config)
+def too_large(config: RouterConfig) -> ApiError:
+    """Return the error for a body that exceeds the limit."""
+    message = f"The body is larger than {config.max_body_bytes / MIB:g} MiB."
+    return ApiError(413, message, code="request_too_large")

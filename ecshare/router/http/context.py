@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of one request, from its head to the end of its answer."""
+"""The state of one request, from its head to the end of its answer, and who hears of it."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import msgspec
 from aiohttp import web
 
 from ecshare.router.api.answer import ClientView, PrefillUsage
-from ecshare.router.api.client_request import ClientRequest, Request, Turn, too_deep
-from ecshare.router.api.errors import OVERLOADED_STATUSES, Dialect, EngineError, RefusalError
-from ecshare.router.http.blobs import Blobs, Payload
-from ecshare.router.http.memory import Reservation
+from ecshare.router.api.client_request import ClientRequest, Turn
+from ecshare.router.api.errors import (
+    ENGINES_OWN,
+    OVERLOADED_STATUSES,
+    Dialect,
+    EngineError,
+    RefusalError,
+)
+from ecshare.router.http.bodies import Blobs, Reservation
 from ecshare.router.types import Stage, Work
 
 MAX_CALLS = 100
@@ -21,9 +25,10 @@ MAX_CALLS = 100
 STATUS_CLASSES = ("2xx", "3xx", "4xx", "429", "5xx", "client_gone")
 OUTCOMES = ("ok", "refused", "failed", "cancelled")
 """How a call of an engine may end. `refused`: a 4xx answer. `cancelled`: nobody waited for it."""
+_NO_ANSWER = ClientView()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class EngineCall:
     """One request to one engine, as operators see it. It holds nothing that a client has written.
 
@@ -43,26 +48,8 @@ class EngineCall:
     headers: dict[str, str] = field(default_factory=dict)
     """What subscribers have the engine sent besides."""
 
-    def note_first_byte(self) -> None:
-        """Note that the answer has begun."""
-        if self.first_byte_s is None:
-            self.first_byte_s = time.monotonic()
 
-    def end(self, failure: BaseException | None) -> None:
-        """Note that the call has ended, because of `failure` if that is an error."""
-        self.ended_s = time.monotonic()
-        self.outcome = "failed" if self.is_broken else _outcome(self.status, failure)
-
-
-def _outcome(status: int, failure: BaseException | None) -> str:
-    if status >= 500 or status in OVERLOADED_STATUSES or isinstance(failure, EngineError):
-        return "failed"
-    if failure is not None and not isinstance(failure, RefusalError):
-        return "cancelled"
-    return "ok" if status < 400 else "refused"
-
-
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class RequestContext:
     """One request on its way through the router. Belongs to the event loop's thread.
 
@@ -104,29 +91,22 @@ class RequestContext:
     first_event_s: float | None = None
     """When the first event of a stream was sent. From then on D's failure is an event of the
     stream, and no other engine is asked."""
-    tail: ClientView = field(default_factory=ClientView)
+    tail: ClientView = _NO_ANSWER
     """D's answer, as far as the client got it."""
     error: str = ""
     """The kind of the error that the client gets, for the metrics."""
     status: int | None = None
     """The status that the client got; None: it got none so far, or has gone."""
+    status_class: str = "running"
+    """Once it has ended, one of STATUS_CLASSES."""
     ended_s: float | None = None
     client: ClientRequest = field(init=False)
     """The request, once it is read."""
 
-    @property
-    def status_class(self) -> str:
-        """Its status in one of STATUS_CLASSES, or `running`."""
-        if self.ended_s is None:
-            return "running"
-        if self.status is None:
-            return "client_gone"
-        return "429" if self.status == 429 else f"{self.status // 100}xx"
-
     def release(self) -> None:
         """Release what is large: an idle connection still refers to its last request."""
         self.blobs.clear()
-        self.tail = ClientView()
+        self.tail = _NO_ANSWER
         self.turns = []
         if hasattr(self, "client"):
             del self.client
@@ -151,17 +131,6 @@ class RequestContext:
         self.path.clear()
         self.avoided.clear()
 
-    def payload(self, request: Request, work: Work) -> Payload:
-        """Return a request in the form that engines are sent.
-
-        Raises:
-            ApiError: it is nested too deeply.
-        """
-        try:
-            return Payload(self.blobs, msgspec.json.encode(request), work)
-        except RecursionError as exc:  # decoding just succeeded, and our fields add a level
-            raise too_deep() from exc
-
     def response_headers(self, status: int) -> dict[str, str]:
         """Return the response headers as far as they are known now.
 
@@ -183,3 +152,88 @@ class RequestContext:
 
 
 CONTEXT: web.RequestKey[RequestContext] = web.RequestKey("context", RequestContext)
+
+
+class Subscriber:
+    """Hears of requests and calls. Runs on the event loop's thread, and must not raise or wait."""
+
+    def request_began(self, context: RequestContext) -> None:
+        """A request's head has come; nothing of it is read yet."""
+
+    def request_ended(self, context: RequestContext) -> None:
+        """The client has its answer, or has gone: `context.status` is None then."""
+
+    def call_began(self, context: RequestContext, call: EngineCall) -> None:
+        """A request is about to be sent to an engine, with `call.headers` besides its own."""
+
+    def call_ended(self, context: RequestContext, call: EngineCall) -> None:
+        """An engine has answered or failed, or nobody waits for it any more."""
+
+    def stage_retried(self, stage: Stage) -> None:
+        """A stage is asked again for one request."""
+
+
+class Events:
+    """Tells all subscribers, in their order. Belongs to the event loop's thread."""
+
+    def __init__(self, subscribers: Sequence[Subscriber] = ()) -> None:
+        # Only what a subscriber has defined is called: each call of an engine has two events.
+        def hear(name: str) -> list[Callable[..., None]]:
+            nothing = getattr(Subscriber, name)
+            return [
+                getattr(each, name)
+                for each in subscribers
+                if getattr(type(each), name) is not nothing
+            ]
+
+        self._request_began = hear("request_began")
+        self._request_ended = hear("request_ended")
+        self._call_began = hear("call_began")
+        self._call_ended = hear("call_ended")
+        self._stage_retried = hear("stage_retried")
+
+    def request_began(self, context: RequestContext) -> None:
+        """See `Subscriber`."""
+        for hear in self._request_began:
+            hear(context)
+
+    def request_ended(self, context: RequestContext) -> None:
+        """See `Subscriber`."""
+        context.ended_s, status = time.monotonic(), context.status
+        if status is None:
+            context.status_class = "client_gone"
+        else:
+            context.status_class = "429" if status == 429 else f"{status // 100}xx"
+            if status >= 400:
+                context.error = context.error or ENGINES_OWN
+        for hear in self._request_ended:
+            hear(context)
+
+    def call_began(self, context: RequestContext, call: EngineCall) -> None:
+        """See `Subscriber`."""
+        if len(context.calls) < MAX_CALLS:
+            context.calls.append(call)
+        for hear in self._call_began:
+            hear(context, call)
+
+    def call_ended(
+        self, context: RequestContext, call: EngineCall, failure: BaseException | None
+    ) -> None:
+        """See `Subscriber`; `failure` is why the call has ended, if that is an error."""
+        call.ended_s = time.monotonic()
+        call.outcome = "failed" if call.is_broken else _outcome(call.status, failure)
+        for hear in self._call_ended:
+            hear(context, call)
+
+    def stage_retried(self, stage: Stage) -> None:
+        """See `Subscriber`."""
+        for hear in self._stage_retried:
+            hear(stage)
+
+
+def _outcome(status: int, failure: BaseException | None) -> str:
+    if status >= 500 or status in OVERLOADED_STATUSES or isinstance(failure, EngineError):
+        return "failed"
+    if failure is not None and not isinstance(failure, RefusalError):
+        return "cancelled"
+    return "ok" if status < 400 else "refused"

@@ -3,8 +3,6 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from ecshare.router.api.errors import ApiError
 
@@ -26,24 +24,25 @@ class RequestsInFlight:
     def __len__(self) -> int:
         return len(self._deadlines)
 
-    @asynccontextmanager
-    async def begin(self, timeout_s: float) -> AsyncIterator[None]:
-        """Let one request run in the block.
+    def begin(self, timeout_s: float) -> asyncio.Timeout:
+        """Return the deadline of a request, to be entered at once. `end` it within its block.
+
+        It raises TimeoutError if the request must end; `ending` says why.
 
         Raises:
             ApiError: the router is stopping, and the request must not begin (503).
-            TimeoutError: the request must end; `ending` says why.
         """
         if self.is_draining:
             raise _stopping()
-        async with asyncio.timeout(timeout_s) as deadline:
-            self._deadlines.add(deadline)
-            try:
-                yield
-            finally:
-                self._deadlines.remove(deadline)
-                if not self._deadlines:
-                    self._are_gone.set()
+        deadline = asyncio.timeout(timeout_s)
+        self._deadlines.add(deadline)
+        return deadline
+
+    def end(self, deadline: asyncio.Timeout) -> None:
+        """Count a request no longer."""
+        self._deadlines.remove(deadline)
+        if not self._deadlines:
+            self._are_gone.set()
 
     def ending(self) -> ApiError:
         """Return what the client of a request that must end now is told."""

@@ -2,8 +2,6 @@
 """Answers to clients: whole, streamed, and errors in the shape of their API."""
 
 import logging
-from collections.abc import Mapping
-from types import MappingProxyType
 
 import msgspec
 from aiohttp import hdrs, web
@@ -18,9 +16,9 @@ from ecshare.router.api.errors import (
     error_of,
     restated,
 )
+from ecshare.router.http.bodies import too_large
 from ecshare.router.http.context import RequestContext
 from ecshare.router.options.config import RouterConfig
-from ecshare.router.options.values import MIB
 
 logger = logging.getLogger(__name__)
 
@@ -33,29 +31,9 @@ def json_response(status: int, content: object) -> web.Response:
     return verbatim(status, msgspec.json.encode(content), "application/json")
 
 
-def verbatim(
-    status: int,
-    body: bytes | bytearray,
-    content_type: str,
-    headers: Mapping[str, str] = MappingProxyType({}),
-) -> web.Response:
-    """Return an engine's answer, with those of its `headers` that the client gets."""
-    return web.Response(status=status, body=body, headers={**headers, "Content-Type": content_type})
-
-
-async def send(context: RequestContext, response: web.StreamResponse) -> web.StreamResponse:
-    """Return `response` when the client has taken it, all but a little at its end.
-
-    If the client has the head of a stream, an answer that is not streamed is an error for it.
-    """
-    if isinstance(response, web.Response) and context.answer is not None:
-        return await ended_with(context, response)
-    if not response.prepared:
-        response.headers.update(context.response_headers(response.status))
-        context.answer = response  # the client may leave meanwhile
-        await response.prepare(context.http)
-    await response.write_eof()
-    return response
+def verbatim(status: int, body: bytes, content_type: str) -> web.Response:
+    """Return an answer with this body."""
+    return web.Response(status=status, body=body, headers={"Content-Type": content_type})
 
 
 async def end_stream(context: RequestContext, error: ApiError) -> web.StreamResponse:
@@ -68,7 +46,7 @@ async def ended_with(context: RequestContext, response: web.Response) -> web.Str
     """Return `response`, or the stream that the client has the head of, ended with this error."""
     if context.answer is None or isinstance(context.answer, web.Response):
         return response
-    assert isinstance(response.body, bytes | bytearray)  # `verbatim` makes no other
+    assert isinstance(response.body, bytes | bytearray)  # we make no other
     context.error = context.error or ENGINES_OWN
     try:
         return await _end_with_event(context, error_of(response.status, response.body))
@@ -97,12 +75,6 @@ def unavailable(failure: EngineError, config: RouterConfig) -> ApiError:
         return ApiError(502, message, code="engine_failed", retry_after_s=config.cool_down_s)
     message = f"No {failure.stage} engine can be reached."
     return ApiError(503, message, code="engine_unreachable", retry_after_s=config.cool_down_s)
-
-
-def too_large(config: RouterConfig) -> ApiError:
-    """Return the error for a body that exceeds the limit."""
-    message = f"The body is larger than {config.max_body_bytes / MIB:g} MiB."
-    return ApiError(413, message, code="request_too_large")
 
 
 def answer_to_error(

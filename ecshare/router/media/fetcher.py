@@ -7,10 +7,15 @@ all, none of them holds a thread, and slow downloads end when others need their 
 """
 
 import asyncio
+import base64
 import errno
+import logging
+import os
 import socket
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
+from typing import NamedTuple
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 import pybase64
@@ -21,12 +26,12 @@ from yarl import URL
 from ecshare import __version__
 from ecshare.router.api.client_request import MediaItem
 from ecshare.router.api.errors import ApiError
-from ecshare.router.http.memory import Reservation
-from ecshare.router.media.addresses import is_name, may_connect
-from ecshare.router.media.names import MediaNames
+from ecshare.router.http.bodies import Reservation
+from ecshare.router.media.hosts import MediaNames, is_name, may_connect
 from ecshare.router.media.places import FullError, Place, Places, Turns
-from ecshare.router.media.proxies import Proxies
 from ecshare.router.options.config import RouterConfig
+
+logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 _USER_AGENT = f"ecshare/{__version__} (+https://github.com/ecshare/ecshare)"
@@ -369,3 +374,52 @@ def _lasting(
     """Return the error of what another try does not change, as vLLM answers it."""
     reason = f"{item.param}: {reason[:_MAX_LOGGED_CHARS]}"
     return ApiError(422, message, param=item.param, code="media_unavailable", reason=reason)
+
+
+# --- proxies ---
+
+
+class Proxy(NamedTuple):
+    """Where a proxy is, and what it must be told."""
+
+    url: URL
+    headers: dict[str, str]
+
+
+class Proxies:
+    """HTTP_PROXY, HTTPS_PROXY and NO_PROXY, as they are at start."""
+
+    def __init__(self) -> None:
+        self._environment = getproxies()
+        found = {scheme: _proxy(scheme, self._environment) for scheme in ("http", "https")}
+        self._proxies = {scheme: proxy for scheme, proxy in found.items() if proxy is not None}
+        for scheme, proxy in self._proxies.items():
+            logger.info("media at %s: urls are fetched through %s", scheme, proxy.url)
+
+    def of(self, url: URL) -> Proxy | None:
+        """Return the proxy by which a url is fetched, None if there is none for it."""
+        proxy = self._proxies.get(url.scheme)
+        if proxy is None or proxy_bypass(url.host or "", self._environment):
+            return None
+        return proxy
+
+
+def _proxy(scheme: str, environment: Mapping[str, str]) -> Proxy | None:
+    text = environment.get(scheme)
+    if not text:
+        return None
+    name = f"{scheme}_proxy"
+    name = name if name in os.environ else name.upper()
+    try:
+        url = URL(text if "://" in text else f"http://{text}")
+    except ValueError:
+        url = URL()
+    if url.scheme not in ("http", "https") or not url.host:
+        # Without the text: it may hold a password.
+        logger.warning("%s is ignored: it is no http: or https: url", name)
+        return None
+    headers = {}
+    if url.user is not None:
+        login = base64.b64encode(f"{url.user}:{url.password or ''}".encode()).decode()
+        headers["Proxy-Authorization"] = f"Basic {login}"
+    return Proxy(url.origin(), headers)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pybase64
 
-from ecshare.router.http.blobs import Blobs
+from ecshare.router.http.bodies import Blobs
 
 _HASHED_AT_ONCE = 256 * 1024  # base64; whole groups of four
 

@@ -10,20 +10,17 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 from msgspec import Struct
 
 from ecshare.router.api.client_request import Media, MediaItem
 from ecshare.router.api.errors import ApiError
-from ecshare.router.bounded_cache import BoundedCache
-from ecshare.router.http.blobs import Blobs
-from ecshare.router.http.memory import Reservation
+from ecshare.router.http.bodies import Blobs, Reservation
 from ecshare.router.media.fetcher import Budget, Fetched, Fetcher
 from ecshare.router.media.identity import identity, inline_url, is_inline
 from ecshare.router.media.places import Turns
 from ecshare.router.options.config import RouterConfig
-from ecshare.router.single_flight import SingleFlight
+from ecshare.router.reuse import BoundedCache, SingleFlight
 from ecshare.store.threads import gather_all
 
 _HASHED_ON_THE_LOOP = 512 * 1024
@@ -85,22 +82,23 @@ class MediaLoader:
             ApiError: an item cannot be had; names it.
         """
         distinct = {(item.modality, item.source): item for item in items}
-        budget = Budget(self._config.max_media_bytes, reservation)
-        turns = self._fetcher.turns()
         loaded: dict[tuple[str, str], Media] = {}
         for key, item in distinct.items():
             if is_inline(item.source) and blobs.length(item.source) <= _HASHED_ON_THE_LOOP:
                 if loaded:
                     await asyncio.sleep(0)  # many small ones would block others as a large one
-                loaded[key] = await self._identified(item, item.source, blobs)
+                loaded[key] = _identified(item, item.source, blobs)
         others = {key: item for key, item in distinct.items() if key not in loaded}
-        loads = [
-            self._identified(item, item.source, blobs)
-            if is_inline(item.source)
-            else self._load(item, blobs, budget, turns, is_enough)
-            for item in others.values()
-        ]
-        loaded |= zip(others, await gather_all(loads), strict=True)
+        if others:
+            budget = Budget(self._config.max_media_bytes, reservation)
+            turns = self._fetcher.turns()
+            loads = [
+                self._identified(item, item.source, blobs)
+                if is_inline(item.source)
+                else self._load(item, blobs, budget, turns, is_enough)
+                for item in others.values()
+            ]
+            loaded |= zip(others, await gather_all(loads), strict=True)
         return [loaded[item.modality, item.source] for item in items]
 
     async def complete(
@@ -167,16 +165,19 @@ class MediaLoader:
         return fetched
 
     async def _identified(self, item: MediaItem, url: str, blobs: Blobs) -> Media:
-        """Return an inline item with its uuid.
+        """Return an inline item with its uuid, which a thread computes if it is long.
 
         Raises:
             ApiError: the url holds no valid base64.
         """
-        try:
-            if blobs.length(url) > _HASHED_ON_THE_LOOP:
-                hashed = partial(identity, item.modality, url, blobs)
-                loop = asyncio.get_running_loop()
-                return Media(await loop.run_in_executor(self._hashing, hashed), url)
-            return Media(identity(item.modality, url, blobs), url)
-        except ValueError as exc:
-            raise ApiError(400, str(exc), param=item.param, code="invalid_media") from exc
+        if blobs.length(url) <= _HASHED_ON_THE_LOOP:
+            return _identified(item, url, blobs)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._hashing, _identified, item, url, blobs)
+
+
+def _identified(item: MediaItem, url: str, blobs: Blobs) -> Media:
+    try:
+        return Media(identity(item.modality, url, blobs), url)
+    except ValueError as exc:
+        raise ApiError(400, str(exc), param=item.param, code="invalid_media") from exc

@@ -18,8 +18,7 @@ import msgspec
 
 from ecshare import __version__
 from ecshare.router.options.config import Option, RouterConfig, share_of
-from ecshare.router.options.engine_urls import check_distinct
-from ecshare.router.options.engines_file import read_engines, read_file
+from ecshare.router.options.engines import check_distinct, read_engines, read_file
 from ecshare.router.options.values import MIB, mebibytes
 from ecshare.store.attribute_docs import attribute_docs
 from ecshare.store.errors import ConfigError

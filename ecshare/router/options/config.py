@@ -10,9 +10,8 @@ import msgspec
 from msgspec import Struct
 
 from ecshare.router.options import values as read
-from ecshare.router.options.engine_urls import engine_url
-from ecshare.router.options.secret import Secret
-from ecshare.router.options.values import MIB, Network
+from ecshare.router.options.engines import engine_url
+from ecshare.router.options.values import MIB, Network, Secret
 from ecshare.store.errors import ConfigError
 
 _DIVIDED = ("max_in_flight_bytes", "max_connections")

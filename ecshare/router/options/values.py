@@ -7,13 +7,13 @@ Raises:
     ValueError: it is wrong; says how.
 """
 
+import hmac
 import importlib.util
 import ipaddress
 import re
 from collections.abc import Callable
 from typing import TypeVar
 
-from ecshare.router.options.secret import Secret
 from ecshare.store.integrity import TOKEN_HEADER, read_key, router_token
 
 Number = TypeVar("Number", int, float)
@@ -21,6 +21,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 MIB = 1024 * 1024
 ANY_ORIGIN = "*"
+_BEARER = "bearer "
 _MAX_WORKERS = 256
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}")
 # They belong to a connection or to a body, and the router makes its own.
@@ -30,6 +31,22 @@ _NOT_FORWARDED = frozenset((
     "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "x-request-id",
     TOKEN_HEADER.lower(),
 ))  # fmt: skip
+
+
+class Secret:
+    """A key that is never printed."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def matches(self, authorization: str | None) -> bool:
+        """Tell, in constant time, whether an Authorization header holds the key."""
+        scheme, shown = (authorization or "")[: len(_BEARER)], (authorization or "")[len(_BEARER) :]
+        is_key = hmac.compare_digest(shown.strip().encode("utf-8", "surrogateescape"), self._key)
+        return is_key and scheme.lower() == _BEARER
+
+    def __repr__(self) -> str:
+        return "Secret(...)"
 
 
 def network(text: str) -> Network:

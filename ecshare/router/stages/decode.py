@@ -13,12 +13,11 @@ from ecshare.router.api.errors import EngineError
 from ecshare.router.fleet.client import Call, EngineClient, lacks_model
 from ecshare.router.fleet.health import TimeLimits
 from ecshare.router.fleet.retries import Attempt, Retries
-from ecshare.router.http.blobs import Payload
+from ecshare.router.http.bodies import Payload
 from ecshare.router.http.context import RequestContext
-from ecshare.router.http.responses import end_stream, unavailable, verbatim
+from ecshare.router.http.responses import end_stream, unavailable
 from ecshare.router.options.config import RouterConfig
 from ecshare.router.stages import plan
-from ecshare.router.stages.work import decode_work
 from ecshare.router.types import Stage
 
 logger = logging.getLogger(__name__)
@@ -101,12 +100,12 @@ class Decode:
             if call.is_stream:
                 return await self._stream(context, attempt, call, concurrent_stage)
             body = await call.read(context.reservation)
-            if lacks_model(call.status, body) and not attempt.is_last(call.status):
+            if call.status == 404 and lacks_model(body) and not attempt.is_last(call.status):
                 raise call.failure()
         self._count(context, concurrent_stage)
         context.seconds[Stage.DECODE] = time.monotonic() - began_s
         view = context.tail = ClientView(context.dialect, context.prefill_usage)
-        return verbatim(call.status, view.whole(body), call.content_type, call.returned)
+        return web.Response(status=call.status, body=view.whole(body), headers=call.returned())
 
     def _first_byte_limit_s(self, request: Request, concurrent_stage: Stage | None = None) -> float:
         if not request.get("stream"):  # the first byte arrives with the last
@@ -177,7 +176,7 @@ async def _begun(context: RequestContext, content_type: str) -> web.StreamRespon
 
 
 def _payload(context: RequestContext, request: Request) -> Payload:
-    return context.payload(request, decode_work(context.work, request))
+    return Payload(context.blobs, request, plan.decode_work(context.work, request))
 
 
 def _is_never_last(status: int | None = None) -> bool:

@@ -1,22 +1,188 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encode: E encodes each distinct media item, unless it has reported it before."""
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
+import msgspec
+from msgspec import Struct
+
 from ecshare.router.api.chat import CHAT
 from ecshare.router.api.client_request import EC_PARAMS, ClientRequest, Media, Request
+from ecshare.router.api.errors import EngineError
 from ecshare.router.fleet.client import EngineClient
 from ecshare.router.fleet.retries import Attempt, Retries
+from ecshare.router.http.bodies import Payload
 from ecshare.router.http.context import RequestContext
 from ecshare.router.options.config import RouterConfig
+from ecshare.router.reuse import BoundedCache, SingleFlight
 from ecshare.router.siblings import Siblings
 from ecshare.router.stages import plan
-from ecshare.router.stages.encoded import EncodedMedia, Reports
 from ecshare.router.stages.limits import Slot, StageLimits
-from ecshare.router.stages.work import item_work
+from ecshare.router.stages.plan import Metadata
 from ecshare.router.types import Stage, Work
+from ecshare.store.threads import gather_all
+
+_TOPIC = "encoded"
+_MAX_ENTRIES = 1_000_000
+_ENTRY_BYTES = 500
+"""Memory of one entry besides its JSON, roughly."""
+_ON_ITS_WAY_S = 10.0
+"""So long after E's report the embedding may be on its way. Later it is stored, or lost."""
+_KEPT_S = 3600.0
+"""E is asked again after so long: the store may have lost the embedding."""
+
+Ask = Callable[[], Awaitable[Metadata | None]]
+
+
+class Reports(Struct, frozen=True):
+    """What is known of the items of one request."""
+
+    metadata: dict[str, Metadata | None]
+    """By uuid; None: the item must be sent whole."""
+    known: frozenset[str]
+    """The uuids that E was not asked for: the embedding may be gone meanwhile."""
+    was_asked: bool
+    """Whether E was asked for one now, by this request or by one that it waited for."""
+
+
+class _Report(Struct, array_like=True):
+    """What E has reported of an item, and when."""
+
+    json: bytes
+    since_s: float
+
+
+class EncodedMedia:
+    """A bounded index of E's reports, shared by all requests. Belongs to the event loop's thread.
+
+    A key stands for all that a report depends on.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int,
+        patience_s: float,
+        siblings: Siblings,
+        clock_s: Callable[[], float],
+    ) -> None:
+        """`patience_s`: how long a request waits for E's answer to another one at most."""
+        self._siblings = siblings
+        siblings.hear(_TOPIC, self._hear)
+        self._index: BoundedCache[bytes, _Report] = BoundedCache(_MAX_ENTRIES, max_bytes)
+        self._clock_s = clock_s
+        self._asking: SingleFlight[bytes, tuple[Metadata | None, bool]] = SingleFlight()
+        self._patience_s = patience_s
+        self._num_asked = 0
+        self._num_avoided = 0
+
+    async def reports(self, keys: Mapping[str, bytes], asks: Mapping[str, Ask]) -> Reports:
+        """Return the reports of items, by uuid: from the index, else from E.
+
+        `keys` and `asks` have the same uuids. An ask sends one item to E. Items that other requests
+        are asking for now are waited for.
+
+        Raises:
+            Exception: what an ask raises; the others are cancelled.
+        """
+        known = self.known(keys)
+        unknown = [uuid for uuid in keys if uuid not in known]
+        answers = await gather_all([self._report(keys[uuid], asks[uuid]) for uuid in unknown])
+        self._num_avoided += len(known)
+        found = dict(zip(unknown, answers, strict=True))
+        metadata = {**known, **{uuid: report for uuid, (report, _) in found.items()}}
+        shared = [uuid for uuid, (_, is_shared) in found.items() if is_shared]
+        return Reports(metadata, frozenset(known).union(shared), len(shared) < len(found))
+
+    def knows(self, key: bytes) -> bool:
+        """Tell whether the report under a key is in the index."""
+        return self._json(key) is not None
+
+    def were_stored(self, keys: Iterable[bytes]) -> bool:
+        """Tell whether the embeddings of these known reports are stored or lost: none is on its
+        way."""
+        since_s = self._clock_s() - _ON_ITS_WAY_S
+        reports = (self._index.get(key) for key in keys)
+        return all(report is not None and report.since_s <= since_s for report in reports)
+
+    def avoided(self, known: dict[str, Metadata]) -> Reports:
+        """Return what was found by `known`, and count it: E need not be asked for any of it."""
+        self._num_avoided += len(known)
+        return Reports({**known}, frozenset(known), was_asked=False)
+
+    def known(self, keys: Mapping[str, bytes]) -> dict[str, Metadata]:
+        """Return the reports that are in the index, by uuid."""
+        found = {uuid: self._json(key) for uuid, key in keys.items()}
+        return {uuid: msgspec.json.decode(json) for uuid, json in found.items() if json is not None}
+
+    @contextmanager
+    def doubted(self, keys: Iterable[bytes]) -> Iterator[None]:
+        """Have E asked for these in the block. If an engine fails in the block, what E has not
+        reported again is as known as it was before.
+        """
+        known = {key: self._index.get(key) for key in keys}
+        for key in known:
+            self._index.discard(key)
+            self._siblings.tell(_TOPIC, key, None)
+        try:
+            yield
+        except EngineError:
+            for key, report in known.items():
+                if report is not None and key not in self._index:
+                    self._put(key, report)
+            raise
+
+    def status(self) -> dict[str, int]:
+        """Return counts for the status page."""
+        return {
+            "asked": self._num_asked,
+            "avoided": self._num_avoided,
+            "waiting": self._asking.num_waiting,
+            "remembered": len(self._index),
+            "memory": self._index.num_bytes,
+            "evicted": self._index.num_evicted,
+        }
+
+    def _json(self, key: bytes) -> bytes | None:
+        report = self._index.get(key)
+        if report is None or self._clock_s() - report.since_s >= _KEPT_S:
+            return None
+        return report.json
+
+    def _put(self, key: bytes, report: _Report) -> None:
+        self._index.put(key, report, len(report.json) + _ENTRY_BYTES)
+        if self._siblings.are_there:
+            self._siblings.tell(_TOPIC, key, msgspec.msgpack.encode(report))
+
+    def _hear(self, key: bytes, told: bytes | None) -> None:
+        if told is None:
+            self._index.discard(key)
+        else:
+            report = msgspec.msgpack.decode(told, type=_Report)
+            self._index.put(key, report, len(report.json) + _ENTRY_BYTES)
+
+    async def _report(self, key: bytes, ask: Ask) -> tuple[Metadata | None, bool]:
+        """Return a report that was not in the index, and whether E was not asked for it here."""
+        has_asked = False
+
+        async def found() -> tuple[Metadata | None, bool]:
+            nonlocal has_asked
+            # Another request's report may have come since this one looked.
+            if (json := self._json(key)) is not None:
+                return msgspec.json.decode(json), True
+            has_asked = True
+            self._num_asked += 1
+            metadata = await ask()
+            if metadata is not None:  # else nobody knows whether it is stored
+                self._put(key, _Report(msgspec.json.encode(metadata), self._clock_s()))
+            return metadata, False
+
+        report = await self._asking.run(key, found, self._patience_s)
+        self._num_avoided += not has_asked
+        return report
+
 
 Complete = Callable[[RequestContext, list[Media]], Awaitable[list[Media]]]
 """Returns media with the bytes of those that had none; their uuids may then be others."""
@@ -76,8 +242,12 @@ class Encode:
         """
         if not client.endpoint.takes_metadata:
             return lambda _: False
-        options = plan.encoding_options(self.request_for(client) or client)
-        return lambda uuid: self.index.knows(plan.encoding_key(options, uuid))
+
+        def is_known(uuid: str) -> bool:  # asked of media at urls alone
+            options = plan.encoding_options(self.request_for(client) or client)
+            return self.index.knows(plan.encoding_key(options, uuid))
+
+        return is_known
 
     async def run(
         self, context: RequestContext, client: ClientRequest, media: list[Media], complete: Complete
@@ -121,11 +291,11 @@ class Encode:
         """Have E encode what it has not reported; add what it announces."""
         requests = plan.encode_requests(client, media)
         works = {
-            held.uuid: item_work(keys[held.uuid], item, client.model)
+            held.uuid: plan.item_work(keys[held.uuid], item, client.model)
             for item, held in zip(client.items, media, strict=True)
         }
         limited = self._limits.slot(Stage.ENCODE, client.model)
-        with context.timed(Stage.ENCODE), limited as slot:
+        with limited as slot, context.timed(Stage.ENCODE):
             asks = {
                 uuid: partial(self._ask, context, slot, each, works[uuid], announced)
                 for uuid, each in requests.items()
@@ -143,10 +313,10 @@ class Encode:
         request: Request,
         work: Work,
         announced: Request,
-    ) -> plan.Metadata | None:
+    ) -> Metadata | None:
         """Have E encode one item; add what it announces."""
         slot.take()
-        payload = context.payload(request, work)
+        payload = Payload(context.blobs, request, work)
 
         async def ask(attempt: Attempt) -> Request:
             return await self._client.ask(context, attempt.engine, payload, CHAT)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many requests may be in a stage at once. Pure."""
 
-from collections import Counter
 from collections.abc import Mapping
 
 from ecshare.router.api.errors import EngineError
@@ -24,12 +23,12 @@ class StageLimits:
         """`limits`: requests per engine; 0: no limit."""
         self._pools = pools
         self._limits = limits
-        self._used: dict[Stage, Counter[Engines]] = {stage: Counter() for stage in pools}
+        self._used: dict[Stage, dict[Engines, int]] = {stage: {} for stage in pools}
         """The requests that are in each stage now, by the engines that serve their model."""
 
     def used(self, stage: Stage) -> int:
         """Return how many requests are in a stage now."""
-        return self._used[stage].total()
+        return sum(self._used[stage].values())
 
     def slot(self, stage: Stage, model: str | None) -> "Slot":
         """Return the slot of a request for `model`. It is not taken yet, and is free when its block
@@ -43,8 +42,9 @@ class StageLimits:
         Raises:
             EngineError: the stage is full.
         """
-        engines = self.check(stage, model)
-        self._used[stage][engines] += 1
+        engines = self.check(stage, model) if self._limits[stage] else _ANY
+        used = self._used[stage]
+        used[engines] = used.get(engines, 0) + 1
         return engines
 
     def check(self, stage: Stage, model: str | None) -> Engines:

@@ -18,8 +18,7 @@ from ecshare.router.api.client_request import Media
 from ecshare.router.api.errors import ApiError, EngineError
 from ecshare.router.fleet.client import EngineClient
 from ecshare.router.fleet.retries import Retries, RetryBudget
-from ecshare.router.http.context import RequestContext
-from ecshare.router.http.events import Events
+from ecshare.router.http.context import Events, RequestContext
 from ecshare.router.media.loader import MediaLoader
 from ecshare.router.options.config import RouterConfig
 from ecshare.router.siblings import Siblings
@@ -27,9 +26,7 @@ from ecshare.router.stages import plan
 from ecshare.router.stages.decode import LOST_STATUSES, Decode
 from ecshare.router.stages.encode import Encode
 from ecshare.router.stages.limits import Slot, StageLimits
-from ecshare.router.stages.prefill import Prefill
-from ecshare.router.stages.prefilled import PrefilledPrompts
-from ecshare.router.stages.work import prompt_work
+from ecshare.router.stages.prefill import Prefill, PrefilledPrompts
 from ecshare.router.types import Stage
 
 logger = logging.getLogger(__name__)
@@ -92,7 +89,7 @@ class Pipeline:
         # Every request ends at D. One that D has no room for must not keep E and P busy before.
         with self.limits.slot(Stage.DECODE, context.client.model) as slot:
             media = await self._load(context, slot)
-            context.work = prompt_work(context.client, media)
+            context.work = plan.prompt_work(context.client, media)
             slot.take()
             return await self._through_all(context, media)
 
@@ -110,7 +107,7 @@ class Pipeline:
         with self.limits.slot(Stage.DECODE, client.model) as slot:
             media = await self._complete(context, await self._load(context, slot))
             # No engine has part of the answer in its caches.
-            context.work = prompt_work(client, media)._replace(key=b"")
+            context.work = plan.prompt_work(client, media)._replace(key=b"")
             slot.take()
             return await self._decode.alone(context, plan.inline_request(client, media))
 
@@ -118,11 +115,10 @@ class Pipeline:
         """Return the request's media, without the bytes that it can do without. Nothing is fetched
         if `slot` cannot be taken now.
         """
-        slot.check()
         client = context.client
         if not client.items:
             return []
-
+        slot.check()
         is_known = self._encode.known_items(client)
         return await self.media.load(client.items, context.blobs, context.reservation, is_known)
 
@@ -163,12 +159,12 @@ class Pipeline:
         if for_encode is None:
             media = await self._complete(context, media)
             request = plan.inline_request(client, media)
-            if self._prefill.serves(context, request):
+            if self._prefill.serves(client):
                 return await self._prefill.answer(context, request, media)
             return None
         encoded = await self._encode.run(context, for_encode, media, self._complete)
         try:
-            if self._prefill.serves(context, encoded.request):
+            if self._prefill.serves(client):
                 return await self._prefill.answer(context, encoded.request, encoded.media)
             return await self._decode.after(context, encoded.request)
         except EngineError as failure:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each stage is sent. Pure: JSON objects in, new JSON objects out.
+"""What each stage is sent, and how much work it is. Pure: JSON objects in, new JSON objects out.
 
 Each stage gets its own form of the conversation. E (encode) gets single items. P (prefill) and D
 (decode) get the client's request, in which each item is either inline, under its uuid, or replaced
 by the metadata that E reported. All other fields stay as the client sent them, because P and D must
 compute the same prompt tokens: templates may use tools, tool_choice, response_format and more.
+
+The work is estimated, for balancing alone. Clients can make estimates wrong, so each is bounded.
 """
 
 import hashlib
@@ -13,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ecshare.router.api.chat import CHAT, other_fields, part_with_bytes
+from ecshare.router.api.chat import other_fields, part_with_bytes
 from ecshare.router.api.client_request import (
     EC_PARAMS,
     KV_PARAMS,
@@ -25,6 +27,7 @@ from ecshare.router.api.client_request import (
     Request,
     too_deep,
 )
+from ecshare.router.types import Work
 
 Metadata = dict[str, list[int | float]]
 
@@ -48,7 +51,6 @@ STREAMED: Request = {"kvshare": {"streamed": True}}
 _NAMES_ALL: Request = {"ecshare": {"names_all": True}}
 """Tells P and D that no item is on its way to the store but those that are named beside this. See
 docs/format.md."""
-
 _SERVE_AGAIN = ("kvshare", SAVE_OPTIONS[KV_PARAMS])
 _MAX_METADATA_FIELDS = 16
 _MAX_METADATA_VALUES = 65_536
@@ -172,15 +174,6 @@ def prefill_request(endpoint: Endpoint, request: Request, params: Request = FOR_
 
 def _is_thinking(value: Any) -> bool:
     return isinstance(value, dict) and value.get("type") == "enabled"
-
-
-def scores_prompt(endpoint: Endpoint, request: Request) -> bool:
-    """Tell whether D computes the whole prompt in any case, because its logits are asked for."""
-    if request.get("prompt_logprobs") is not None:
-        return True
-    # Chat completions have `top_logprobs`, which counts as 0 if it is missing.
-    counts = endpoint.path == CHAT or request.get("logprobs") is not None
-    return counts and bool(request.get("echo"))
 
 
 def decode_request(request: Request, hand_over: Request | None) -> Request:
@@ -328,12 +321,88 @@ def prompt_tokens(answer: Request) -> PromptTokens | None:
     return PromptTokens(total, cached) if type(cached) is int else None
 
 
-def told_usage(answer: Request) -> Request | None:
-    """Return the usage that an answer tells; None: it tells none."""
-    usage = answer.get("usage")
-    return usage if isinstance(usage, dict) else None
-
-
 def is_streamed(hand_over: Request | None) -> bool:
     """Whether P stored KV while it computed, as its hand-over tells."""
     return hand_over is not None and STREAMED.keys() <= hand_over.keys()
+
+
+# --- how much work it is ---
+
+_CHARS_A_TOKEN = 4
+_ITEM_TOKENS = {"image": 1000, "audio": 500, "video": 4000}
+_USUAL_OUTPUT_TOKENS = 256
+_MAX_OUTPUT_TOKENS = 4096
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_INSTRUCTIONS = ("system", "developer")
+_MAX_KEY_CHARS = 4000
+"""How much of the instructions, and of the text behind them, tells prompts apart."""
+
+
+def item_work(key: bytes, item: MediaItem, model: str | None) -> Work:
+    """Return the work of encoding an item for `model`; `key` identifies it."""
+    return Work(key, _ITEM_TOKENS[item.modality], model)
+
+
+def prompt_work(client: ClientRequest, media: Sequence[Media]) -> Work:
+    """Return the work of prefilling a conversation.
+
+    All turns of a conversation have one key. So have questions about the same media or the same
+    long text, if they come after it and after the same instructions.
+    """
+    turns = client.turns_of(client.request)
+    texts = [_texts(message) for message in turns]
+    tokens = 1 + sum([len(text) for each in texts for text in each]) // _CHARS_A_TOKEN
+    tokens += sum([_ITEM_TOKENS[item.modality] for item in client.items])
+    return Work(_conversation_key(client, turns, texts, media), tokens, client.model)
+
+
+def decode_work(prompt: Work, request: Request) -> Work:
+    """Return the work of answering: D holds the prompt, and computes as much as it may say."""
+    limit = _USUAL_OUTPUT_TOKENS
+    for name in _LIMITS:
+        if type(given := request.get(name)) is int:
+            limit = max(1, min(given, _MAX_OUTPUT_TOKENS))
+            break
+    return Work(prompt.key, prompt.tokens + limit, prompt.model)
+
+
+def _conversation_key(
+    client: ClientRequest,
+    turns: Sequence[Request],
+    texts: Sequence[list[str]],
+    media: Sequence[Media],
+) -> bytes:
+    """`texts`: those of each turn."""
+    opening = 0  # the first turn that is no instruction, the last one if all are
+    while opening < len(turns) - 1 and turns[opening].get("role") in _INSTRUCTIONS:
+        opening += 1
+    instructions = _start([text for each in texts[:opening] for text in each])
+    shown = [
+        held.uuid
+        for item, held in zip(client.items, media, strict=True)
+        if client.turn_of(item) == opening
+    ]
+    # With media it is they that cost: their question may come first, and differ.
+    subject = shown or _start(texts[opening])
+    salt = client.request.get("cache_salt")
+    salt = salt if isinstance(salt, str) else ""
+    # `repr` keeps the parts apart, and escapes what UTF-8 lacks.
+    return hashlib.sha256(repr((client.model, salt, instructions, subject)).encode()).digest()
+
+
+def _start(texts: Sequence[str]) -> str:
+    start = ""
+    for text in texts:
+        start += text[: _MAX_KEY_CHARS - len(start)]
+        if len(start) >= _MAX_KEY_CHARS:
+            break
+    return start
+
+
+def _texts(message: dict[str, Any]) -> list[str]:
+    content = message.get("content")
+    if isinstance(content, str):
+        return [content]
+    parts = content if isinstance(content, list) else ()
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    return [text for text in texts if isinstance(text, str)]

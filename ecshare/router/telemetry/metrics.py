@@ -15,9 +15,14 @@ from prometheus_client.registry import Collector
 
 from ecshare.router.api.endpoints import SPLIT
 from ecshare.router.fleet.engines import EnginePool
-from ecshare.router.http.context import OUTCOMES, STATUS_CLASSES, EngineCall, RequestContext
-from ecshare.router.http.events import Subscriber
-from ecshare.router.http.memory import MemoryBudget
+from ecshare.router.http.bodies import MemoryBudget
+from ecshare.router.http.context import (
+    OUTCOMES,
+    STATUS_CLASSES,
+    EngineCall,
+    RequestContext,
+    Subscriber,
+)
 from ecshare.router.types import Stage
 
 PREFIX = "ecshare_router"

@@ -1,7 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the router tells those who run it: metrics, its state, and a dashboard."""
+"""What the router tells those who run it: metrics, its state, and a dashboard.
 
-from collections.abc import Awaitable, Callable, Mapping
+Several workers tell it as one router: metrics by worker, all else added up. Metrics are not added
+up: a worker that is started again counts from zero, and Prometheus would take a smaller sum for a
+restart of all.
+
+The dashboard's page holds no data: whoever opens it types in the status key, and its script asks
+for the data with it. The browser runs that script alone, and lets it talk to this router alone.
+"""
+
+import base64
+import hashlib
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 import msgspec
@@ -10,12 +23,10 @@ from aiohttp import hdrs, web
 from ecshare.router.api.errors import ApiError
 from ecshare.router.http.context import CONTEXT
 from ecshare.router.http.responses import json_response
-from ecshare.router.options.secret import Secret
+from ecshare.router.options.values import Secret
 from ecshare.router.siblings import Siblings
-from ecshare.router.telemetry.dashboard import page, page_headers
-from ecshare.router.telemetry.merging import by_worker
 from ecshare.router.telemetry.metrics import RouterMetrics
-from ecshare.router.telemetry.recent import RecentRequests
+from ecshare.router.telemetry.requests import RecentRequests
 
 Page = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Ask = Callable[[], Awaitable[Mapping[str, Any]]]
@@ -23,6 +34,9 @@ Ask = Callable[[], Awaitable[Mapping[str, Any]]]
 _MAX_REQUESTS = 100
 _NO_KEY = "The router was started without --status-key, and shows nothing here."
 _WRONG_KEY = "That is not the status key, sent as Authorization: Bearer KEY."
+_INLINE = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
+_SAMPLE = re.compile(rb"[a-zA-Z_:][a-zA-Z0-9_:]*")
+_END = b"# EOF"
 
 
 class Pages:
@@ -126,3 +140,106 @@ class Pages:
 def shows_key(key: Secret | None, http: web.Request) -> bool:
     """Return whether a request carries the status key."""
     return key is not None and key.matches(http.headers.get(hdrs.AUTHORIZATION))
+
+
+# --- the dashboard's page ---
+
+
+@cache
+def page() -> str:
+    """Return the page: HTML with its style and its script in it."""
+    return (files("ecshare.router.telemetry") / "dashboard.html").read_text(encoding="utf-8")
+
+
+@cache
+def page_headers() -> dict[str, str]:
+    """Return the headers that confine the page, and so whatever might ever get into it."""
+    hashes = {kind: _hash(text) for kind, text in _INLINE.findall(page())}
+    policy = [
+        "default-src 'none'",
+        f"style-src {hashes['style']}",
+        f"script-src {hashes['script']}",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    ]
+    return {
+        "Content-Security-Policy": "; ".join(policy),
+        "Content-Type": "text/html; charset=utf-8",
+        "Cache-Control": "no-store",
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+    }
+
+
+def _hash(text: str) -> str:
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return f"'sha256-{digest}'"
+
+
+# --- several workers ---
+
+
+def by_worker(texts: Mapping[int, bytes]) -> bytes:
+    """Return the metrics of all workers, each sample with the label `worker`, metric by metric.
+
+    `texts`: by worker, in one of Prometheus's text formats.
+    """
+    heads: dict[bytes, list[bytes]] = {}
+    samples: dict[bytes, list[bytes]] = {}
+    is_ended = False
+    for worker, text in texts.items():
+        family = b""
+        seen = set(heads)
+        for line in text.splitlines():
+            if line == _END:
+                is_ended = True
+            elif line.startswith(b"# "):
+                family = line.split(b" ", 3)[2]
+                if family not in seen:
+                    heads.setdefault(family, []).append(line)
+            elif line:
+                samples.setdefault(family, []).append(_labelled(line, worker))
+    lines = [each for family, head in heads.items() for each in (*head, *samples.get(family, ()))]
+    return b"".join(line + b"\n" for line in (*lines, *((_END,) if is_ended else ())))
+
+
+def _labelled(sample: bytes, worker: int) -> bytes:
+    name = _SAMPLE.match(sample)
+    if name is None:  # a name in quotes, within the braces
+        return sample
+    rest = sample[name.end() :]
+    label = b'{worker="%d"' % worker
+    more = b"," + rest[1:] if rest.startswith(b"{") else b"}" + rest
+    return name[0] + label + more
+
+
+def merged(told: Sequence[Any]) -> Any:
+    """Return what several workers tell as what one would tell.
+
+    Numbers are added up, and of booleans any counts. Of lists of engines those with the same url
+    are one engine. Other lists of objects are joined. Of all else the first one counts.
+    """
+    first = told[0]
+    if isinstance(first, bool):
+        return any(told)
+    if isinstance(first, int | float):
+        return sum(told)
+    if isinstance(first, Mapping):
+        names = dict.fromkeys(name for each in told for name in each)
+        return {name: merged([each[name] for each in told if name in each]) for name in names}
+    if isinstance(first, list):
+        items = [item for each in told for item in each]
+        if all(isinstance(item, Mapping) for item in items):
+            return _joined(items)
+    return first
+
+
+def _joined(items: Sequence[Mapping[str, Any]]) -> list[Any]:
+    if not all("url" in item for item in items):
+        return list(items)
+    groups: dict[str, list[Any]] = {}
+    for item in items:
+        groups.setdefault(item["url"], []).append(item)
+    return [merged(group) for group in groups.values()]

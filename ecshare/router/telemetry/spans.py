@@ -19,8 +19,7 @@ from opentelemetry.trace import Span, SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from ecshare.router.api.endpoints import SPLIT
-from ecshare.router.http.context import EngineCall, RequestContext
-from ecshare.router.http.events import Subscriber
+from ecshare.router.http.context import EngineCall, RequestContext, Subscriber
 
 _SERVICE = "ecshare-router"
 _CLOSE_S = 5.0

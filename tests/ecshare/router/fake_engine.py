@@ -20,7 +20,7 @@ from ecshare.router.app import Router, make_runner
 from ecshare.router.fleet.engines import Engine, EnginePool
 from ecshare.router.fleet.health import Health
 from ecshare.router.options.config import RouterConfig
-from ecshare.router.options.secret import Secret
+from ecshare.router.options.values import Secret
 from ecshare.router.types import Stage
 
 Answer = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]

@@ -10,8 +10,8 @@ import pytest
 from aiohttp import web
 
 from ecshare.router.api.errors import EngineError, RefusalError
-from ecshare.router.fleet import clients
-from ecshare.router.fleet.clients import KnownClients
+from ecshare.router.fleet import models
+from ecshare.router.fleet.models import KnownClients
 from ecshare.router.types import Stage
 from tests.ecshare.router.fake_engine import (
     LOOPBACK,
@@ -101,7 +101,7 @@ class Decode:
         self.answer: Exception | None = None
         self.asked: list[str] = []
 
-    async def __call__(self, headers: clients.Headers) -> None:
+    async def __call__(self, headers: models.Headers) -> None:
         self.asked.append(headers["Authorization"])
         if self.answer is not None:
             raise self.answer
@@ -127,7 +127,7 @@ async def test_a_key_that_is_withdrawn_is_good_for_no_more_than_one_request(
 ) -> None:
     await known.check(GOOD)
     decode.answer = refusal = RefusalError(401, b"", "")
-    clock.now_s += clients.FRESH_S
+    clock.now_s += models.CLIENT_FRESH_S
     await known.check(GOOD)
     await background()
     assert len(decode.asked) == 2
@@ -144,7 +144,7 @@ async def test_a_known_key_outlives_a_decode_that_is_away_but_not_for_ever(
 ) -> None:
     await known.check(GOOD)
     decode.answer = EngineError(Stage.DECODE, "gone", reached=False)
-    clock.now_s += clients.KEPT_S - 1
+    clock.now_s += models.CLIENT_KEPT_S - 1
     await known.check(GOOD)
     clock.now_s += 1
     with pytest.raises(EngineError):
@@ -153,7 +153,7 @@ async def test_a_known_key_outlives_a_decode_that_is_away_but_not_for_ever(
 
 
 async def test_what_is_remembered_is_bounded_and_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "MAX_KNOWN", 3)
+    monkeypatch.setattr(models, "MAX_CLIENTS", 3)
     decode = Decode()
     known = KnownClients(decode, Clock())
     names = [f"Bearer {number}" for number in range(4)]
@@ -168,7 +168,7 @@ async def test_what_is_remembered_is_bounded_and_no_key(monkeypatch: pytest.Monk
 async def test_each_key_is_asked_about_once_at_a_time_behind_requests() -> None:
     asked, asked_again = [], asyncio.Event()
 
-    async def ask(headers: clients.Headers) -> None:
+    async def ask(headers: models.Headers) -> None:
         asked.append(headers)
         if len(asked) > 1:
             asked_again.set()
@@ -177,7 +177,7 @@ async def test_each_key_is_asked_about_once_at_a_time_behind_requests() -> None:
     clock = Clock()
     known = KnownClients(ask, clock)
     await known.check(GOOD)
-    clock.now_s += clients.FRESH_S
+    clock.now_s += models.CLIENT_FRESH_S
     for _ in range(3):
         await known.check(GOOD)
         await asked_again.wait()

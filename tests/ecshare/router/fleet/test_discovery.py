@@ -15,7 +15,7 @@ import pytest
 from ecshare.router.api.chat import CHAT
 from ecshare.router.fleet import discovery as fleet_module
 from ecshare.router.fleet.engines import EnginePool
-from ecshare.router.options.engines_file import read_engines
+from ecshare.router.options.engines import read_engines
 from ecshare.router.types import Stage
 from tests.ecshare.router.fake_engine import (
     EVENTS,

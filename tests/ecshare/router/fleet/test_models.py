@@ -8,9 +8,8 @@ import pytest
 
 from ecshare.router.api.errors import ApiError, EngineError, RefusalError
 from ecshare.router.fleet import models
-from ecshare.router.fleet.clients import Headers
 from ecshare.router.fleet.engines import Engine, EnginePool
-from ecshare.router.fleet.models import ModelLists
+from ecshare.router.fleet.models import Headers, ModelLists
 from ecshare.router.types import Stage
 from tests.ecshare.router.fake_engine import Clock
 from tests.waiting import until

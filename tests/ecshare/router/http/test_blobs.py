@@ -10,7 +10,7 @@ import msgspec
 import pybase64
 import pytest
 
-from ecshare.router.http.blobs import Blobs, Payload
+from ecshare.router.http.bodies import Blobs, Payload
 from ecshare.router.media.identity import identity
 from tests.ecshare.router.fake_engine import chat, data_url, fleet
 
@@ -27,7 +27,7 @@ async def through(body: bytes) -> tuple[bytes, bytes]:
     """Return the JSON that is decoded, and what is sent of it; the second is complete."""
     blobs = Blobs()
     short = await blobs.extract(bytearray(body))
-    payload = Payload(blobs, msgspec.json.encode(msgspec.json.decode(short)))
+    payload = Payload(blobs, msgspec.json.decode(short))
     whole = sent(payload)
     assert payload.num_bytes == len(whole)
     return bytes(short), whole
@@ -83,7 +83,7 @@ async def test_names_are_secret_and_texts_go_when_they_are_let_go_of() -> None:
     assert not other.holds(name)
     assert other.resolve(name) == name.encode()
     assert bytes(blobs.resolve(f"{name}{name}")) == b"QUJDQUJD"
-    payload = Payload(blobs, b'"' + name.encode() + b'"')
+    payload = Payload(blobs, name)
     assert sent(payload) == b'"QUJD"'
     held = bytearray(b"QUJD")
     blobs.add(held)

@@ -22,9 +22,8 @@ from aiohttp import web
 from ecshare.router.api.chat import CHAT
 from ecshare.router.api.errors import ApiError
 from ecshare.router.fleet import client
-from ecshare.router.http.blobs import Payload
+from ecshare.router.http.bodies import MemoryBudget, Payload, Reservation
 from ecshare.router.http.context import RequestContext
-from ecshare.router.http.memory import MemoryBudget
 from ecshare.router.options.values import MIB
 from lab.servers.processes import Port
 from tests.ecshare.router.fake_engine import (
@@ -62,7 +61,7 @@ def at(url: str) -> dict[str, Any]:
 
 def test_shares_of_the_memory_are_given_back() -> None:
     memory = MemoryBudget(100)
-    one, two = memory.reservation(), memory.reservation()
+    one, two = Reservation(memory), Reservation(memory)
     one.take(60)
     two.take(40)
     for refused in (one.take, two.take, two.expect):
@@ -73,18 +72,18 @@ def test_shares_of_the_memory_are_given_back() -> None:
     one.release()
     two.release()
     assert memory.used_bytes == 0
-    alone = memory.reservation()
+    alone = Reservation(memory)
     alone.take(60)
     alone.take(1000)  # a limit that is too low for one request serves it all the same
     with pytest.raises(ApiError):
-        memory.reservation().take(1)
+        Reservation(memory).take(1)
     alone.release()
     assert memory.used_bytes == 0
 
 
 def test_the_last_eighth_is_for_small_requests() -> None:
     memory = MemoryBudget(80 * MIB)
-    large, another, small = (memory.reservation() for _ in range(3))
+    large, another, small = (Reservation(memory) for _ in range(3))
     large.take(69 * MIB)
     with pytest.raises(ApiError):
         another.take(2 * MIB)

@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 
 from ecshare.router.media import fetcher
-from ecshare.router.media.names import MediaNames
+from ecshare.router.media.hosts import MediaNames
 
 SILENT = "silent.test"
 _ANSWER, _NO_SUCH_NAME = 0x8180, 0x8183

@@ -5,7 +5,7 @@ from ipaddress import ip_network
 
 import pytest
 
-from ecshare.router.media.addresses import may_connect
+from ecshare.router.media.hosts import may_connect
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ import pytest
 from aiohttp import web
 
 from ecshare.router.api.client_request import MediaItem
-from ecshare.router.http.blobs import Blobs
-from ecshare.router.http.memory import MemoryBudget
+from ecshare.router.http.bodies import Blobs, MemoryBudget, Reservation
 from ecshare.router.media import loader as media_module
 from ecshare.router.media.identity import identity
 from ecshare.router.options.config import RouterConfig
@@ -303,11 +302,14 @@ async def test_others_go_on_while_many_small_media_are_hashed() -> None:
 
     number = 32
     url = data_url(bytes(300_000))
-    items = [MediaItem(("messages", 0, n), "image_url", url + "A" * 4 * n) for n in range(number)]
+    items = [
+        MediaItem(("messages", 0, n), "image_url", url + "A" * 4 * n, "image")
+        for n in range(number)
+    ]
     others, memory = Others(), MemoryBudget(2**30)
     loader = media_module.MediaLoader(RouterConfig(decoders=()))
     beside = asyncio.create_task(others.go_on())
-    loaded = await loader.load(items, Blobs(), memory.reservation())
+    loaded = await loader.load(items, Blobs(), Reservation(memory))
     beside.cancel()
     await loader.close()
     assert len({held.uuid for held in loaded}) == number

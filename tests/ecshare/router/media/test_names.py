@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ecshare.router.media import names as names_module
-from ecshare.router.media.names import MediaNames
+from ecshare.router.media import hosts as names_module
+from ecshare.router.media.hosts import MediaNames
 from ecshare.router.media.places import FullError, Places
 from tests.ecshare.router.media.fake_names import SILENT, NameServer, name_server
 from tests.waiting import until

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ecshare.router.options.engines_file import read_engines
+from ecshare.router.options.engines import read_engines
 from ecshare.store.errors import ConfigError
 
 

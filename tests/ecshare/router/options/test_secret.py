@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ecshare.router.options.arguments import parse_arguments
-from ecshare.router.options.secret import Secret
+from ecshare.router.options.values import Secret
 from ecshare.store.integrity import TOKEN_HEADER, router_token
 from tests.ecshare.router.fake_engine import PNG, STATUS_KEY, chat, fleet, picture
 

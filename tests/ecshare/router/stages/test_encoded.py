@@ -11,9 +11,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from ecshare.router.reuse import SingleFlight
 from ecshare.router.siblings import Siblings
-from ecshare.router.single_flight import SingleFlight
-from ecshare.router.stages.encoded import EncodedMedia, Reports
+from ecshare.router.stages.encode import EncodedMedia, Reports
 from ecshare.router.stages.plan import Metadata
 from tests.ecshare.router.fake_engine import (
     PNG,

@@ -10,7 +10,7 @@ from ecshare.router.api.chat import read_chat
 from ecshare.router.api.client_request import Media
 from ecshare.router.api.endpoints import read_completion, read_responses
 from ecshare.router.media.identity import identity
-from ecshare.router.stages.work import decode_work, item_work, prompt_work
+from ecshare.router.stages.plan import decode_work, item_work, prompt_work
 from ecshare.router.types import Work
 from tests.ecshare.router.fake_engine import PNG, PNG_2, picture
 

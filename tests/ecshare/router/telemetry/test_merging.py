@@ -7,7 +7,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from ecshare.router.telemetry.merging import by_worker, merged
+from ecshare.router.telemetry.pages import by_worker, merged
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 

@@ -22,7 +22,7 @@ import uvloop
 from aiohttp import web
 
 from ecshare.router.fleet import exchange as module
-from ecshare.router.fleet.answers import Answer
+from ecshare.router.fleet import messages
 from ecshare.router.fleet.exchange import BrokenError, ConnectError, Connections, Exchange
 from tests.ecshare.router.fleet.exchange.scripted_server import (
     Body,
@@ -71,11 +71,13 @@ async def test_without_a_body_there_is_no_length_and_no_path_is_the_root() -> No
 async def test_the_host_goes_without_its_default_port(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(answering(answer())) as server, connections() as client:
         port = int(server.url.rpartition(":")[2])
-        monkeypatch.setitem(module._DEFAULT_PORTS, "http", port)
+        monkeypatch.setitem(messages._DEFAULT_PORTS, "http", port)
+        messages._place.cache_clear()
         await fetch(client, server.url)
         await fetch(client, "http://127.0.0.1")
         assert all(b"\r\nHost: 127.0.0.1\r\n" in each for each in server.requests)
         assert len(server.visits) == 1
+    messages._place.cache_clear()
 
 
 @pytest.mark.parametrize("size", [0, 1, 64 << 10, (64 << 10) + 1, 256 << 10, 5_000_001])
@@ -739,7 +741,7 @@ async def test_a_host_may_be_an_ipv6_address() -> None:
 
 
 def test_the_zone_of_an_address_is_for_this_host_alone() -> None:
-    origin, head = module._Request("GET", "http://[fe80::1%eth0]:8000/x", {}, None).head()
+    origin, head = messages.Request("GET", "http://[fe80::1%eth0]:8000/x", {}, None).head()
     assert (origin.host, origin.port) == ("fe80::1%eth0", 8000)
     assert b"\r\nHost: [fe80::1]:8000\r\n" in head
 
@@ -1000,7 +1002,7 @@ HOW: dict[str, bytes] = {
 
 def num_objects() -> Counter[type]:
     """Count connections, answers and exchanges. Earlier tests may have left some."""
-    counted = (module._Connection, Answer, Exchange)
+    counted = (module._Connection, messages.Answer, Exchange)
     return Counter(type(each) for each in gc.get_objects() if type(each) in counted)
 
 
@@ -1030,7 +1032,7 @@ async def test_no_cycle_keeps_the_memory_of_a_request() -> None:
                 await asyncio.sleep(0.01)
                 assert left() is None, how
             # The connection that is kept, and its parser.
-            assert num_objects() - before == {module._Connection: 1, Answer: 1}
+            assert num_objects() - before == {module._Connection: 1, messages.Answer: 1}
         finally:
             gc.enable()
 

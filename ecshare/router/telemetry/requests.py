@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The latest completions, as the dashboard shows them. Nothing of it was written by a client."""
+"""The latest completions, as the dashboard shows them, and the access log."""
 
+import logging
 import time
 from collections import deque
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ecshare.router.api.endpoints import SPLIT
-from ecshare.router.http.context import EngineCall, RequestContext
-from ecshare.router.http.events import Subscriber
+from ecshare.router.http.context import EngineCall, RequestContext, Subscriber
+from ecshare.router.http.responses import shown_path
 from ecshare.router.types import Stage
+
+logger = logging.getLogger(__name__)
 
 _MAX_REQUESTS = 100
 
@@ -27,6 +31,9 @@ class _Ended(NamedTuple):
     calls: list[EngineCall]
 
 
+_KEPT = attrgetter(*_Ended._fields)
+
+
 class RecentRequests(Subscriber):
     """Remembers the latest completions, also those that are on their way."""
 
@@ -43,7 +50,7 @@ class RecentRequests(Subscriber):
         """See `Subscriber`."""
         if context in self._running:
             del self._running[context]
-            self._ended.append(_Ended(*(getattr(context, name) for name in _Ended._fields)))
+            self._ended.append(_Ended(*_KEPT(context)))
 
     def shown(self) -> list[dict[str, Any]]:
         """Return them, the newest first, with times in milliseconds since each came."""
@@ -77,3 +84,17 @@ def _shown(request: RequestContext | _Ended) -> dict[str, Any]:
         "age_ms": since(time.monotonic()),
         "calls": [of_call(call) for call in request.calls],
     }
+
+
+class AccessLog(Subscriber):
+    """Writes the line when the answer has ended."""
+
+    def request_ended(self, context: RequestContext) -> None:
+        """See `Subscriber`."""
+        if context.status is None or context.ended_s is None:
+            return
+        what = f"{context.http.method} {shown_path(context.http)} {context.status}"
+        path = ",".join(context.path) or "-"
+        avoided = f" avoided {','.join(context.avoided)}" if context.avoided else ""
+        spent_ms = (context.ended_s - context.began_s) * 1000
+        logger.info("%s %s %s %.0f ms%s", context.request_id, what, path, spent_ms, avoided)

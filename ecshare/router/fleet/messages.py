@@ -1,11 +1,112 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answers that arrive on one HTTP/1.1 connection, one after the other. Does no I/O."""
+"""HTTP/1.1 to engines: the heads of requests, large bodies in slices, and the parser of answers.
+
+Does no I/O: exchange.py does.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from typing import NamedTuple, Protocol
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
+_URL = re.compile(
+    r"(https?)://"
+    r"(\[[0-9A-Fa-f:.]+(?:%[0-9A-Za-z_.-]+)?\]|[^\x00-\x20\x7f/?#@:\[\]\\]+)"
+    r"(?::([0-9]{1,5}))?"
+    r"(/[!-\"$-~]*)?"
+)
+_ZONE = re.compile("%[^]]*")
+"""Names an interface of this host, which is nobody else's business."""
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+_OWN_HEADERS = {"accept-encoding", "content-length", "host", "transfer-encoding"}
 _MAX_HEAD_BYTES = 64 * 1024
 _MAX_HEADERS = 256
 _TOO_LARGE = "the head of the answer, or what is around its body, is too large"
+_SLICE_BYTES = 256 * 1024
+
+
+class Body(Protocol):
+    """What is sent."""
+
+    num_bytes: int
+
+    def pieces(self) -> Iterable[bytes | memoryview]:
+        """Return it in pieces of any size. Called again if it must be sent again."""
+
+
+class Origin(NamedTuple):
+    """What a connection leads to."""
+
+    scheme: str
+    host: str
+    port: int
+
+
+@lru_cache(1024)
+def _place(url: str) -> tuple[Origin, str, str]:
+    """Return where a url leads, and the target and the host in the head of a request.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    parts = _URL.fullmatch(url)
+    if parts is None or int(parts[3] or 0) > 65535:
+        raise ValueError(f"{url!r} is no url of an engine")
+    scheme, host, given_port, target = parts.groups()
+    if not host.isascii():
+        host = host.encode("idna").decode()
+    default_port = _DEFAULT_PORTS[scheme]
+    port = int(given_port) if given_port else default_port
+    name = _ZONE.sub("", host)
+    shown = name if port == default_port else f"{name}:{port}"
+    return Origin(scheme, host.strip("[]"), port), target or "/", shown
+
+
+class Request(NamedTuple):
+    """What is asked."""
+
+    method: str
+    url: str
+    headers: Mapping[str, str]
+    body: Body | None
+
+    def head(self) -> tuple[Origin, bytes]:
+        """Return where the request goes, and its head.
+
+        Raises:
+            ValueError: a part of it is malformed.
+        """
+        origin, target, host = _place(self.url)
+        lines = [f"{self.method} {target} HTTP/1.1", f"Host: {host}", "Accept-Encoding: identity"]
+        for name, value in self.headers.items():
+            if name.lower() not in _OWN_HEADERS:
+                lines.append(f"{name}: {value}")
+        if self.body is not None:
+            lines.append(f"Content-Length: {self.body.num_bytes}")
+        lines += ("", "")
+        head = "\r\n".join(lines)
+        if not head.count("\r") == head.count("\n") == len(lines) - 1 or "\0" in head:
+            raise ValueError("a header has a line break or a NUL in it")
+        return origin, head.encode()
+
+
+def slices(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """Yield pieces in slices of limited size: small ones are joined, large ones are not copied."""
+    slices: list[memoryview] = []
+    room = _SLICE_BYTES
+    for piece in pieces:
+        rest = memoryview(piece)
+        while rest:
+            slices.append(rest[:room])
+            rest = rest[room:]
+            room -= len(slices[-1])
+            if not room:
+                yield slices[0] if len(slices) == 1 else b"".join(slices)
+                slices, room = [], _SLICE_BYTES
+    if slices:
+        yield b"".join(slices)
 
 
 class BrokenError(OSError):
@@ -83,14 +184,6 @@ class Answer:
             self.is_complete = True
         if not self.is_complete:
             raise BrokenError(f"the connection ended before the answer did: {failure or 'closed'}")
-
-    def read(self) -> bytes:
-        """Return the part of the body that nobody has read yet."""
-        unread = self.unread
-        data = unread[0] if len(unread) == 1 else b"".join(unread)
-        unread.clear()
-        self.num_unread = 0
-        return data
 
     def release(self) -> None:
         """Expect nothing more. The parser refers to this object: that cycle would keep it."""

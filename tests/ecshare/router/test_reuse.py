@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is remembered stays within its limits, and the least recently used goes first."""
 
-from ecshare.router.bounded_cache import BoundedCache
+from ecshare.router.reuse import BoundedCache
 
 
 def kept(cache: BoundedCache[str, int]) -> set[str]:
