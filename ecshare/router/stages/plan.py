@@ -51,6 +51,7 @@ STREAMED: Request = {"kvshare": {"streamed": True}}
 _NAMES_ALL: Request = {"ecshare": {"names_all": True}}
 """Tells P and D that no item is on its way to the store but those that are named beside this. See
 docs/format.md."""
+
 _SERVE_AGAIN = ("kvshare", SAVE_OPTIONS[KV_PARAMS])
 _MAX_METADATA_FIELDS = 16
 _MAX_METADATA_VALUES = 65_536
