@@ -92,11 +92,11 @@ class SavePlan:
 
     A whole chunk, and the partial chunk at the end of a prompt without a tail, is saved by the step
     that fills its last block. A prompt's tail is saved by the step that completes the prompt. The
-    partial chunk at the end of an answer is saved when the request ends or is preempted, also if
-    the answer has filled no block: the next turn cannot use the tail. vLLM has freed its blocks
-    then: the order is sent with the next step, and carried out before that step can refill the
-    blocks. If vLLM has freed some of a chunk's blocks earlier, because no layer of their group
-    looks back so far, the chunk is saved as long as vLLM's prefix cache has them.
+    partial chunk at the end of an answer is saved when the request ends or is preempted, if the
+    answer has filled a block. vLLM has freed its blocks then: the order is sent with the next step,
+    and carried out before that step can refill the blocks. If vLLM has freed some of a chunk's
+    blocks earlier, because no layer of their group looks back so far, the chunk is saved as long as
+    vLLM's prefix cache has them.
 
     States of recurrent layers are saved as vLLM hands them over: those at the end of a prompt, and
     those at the end of a chunk that follow the last one by tokens whose chunks are as many bytes as
@@ -295,8 +295,11 @@ class SavePlan:
                 end_block = max(
                     progress.num_saved_blocks, end_block // grid.chunk_blocks * grid.chunk_blocks
                 )
-            elif num_known <= request.num_prompt_tokens == progress.saved_prompt_tokens:
-                end_block = progress.num_saved_blocks  # the rest is in the tail; no answer follows
+            elif (
+                end_block <= request.num_prompt_tokens // grid.block_tokens
+                and progress.saved_prompt_tokens == request.num_prompt_tokens
+            ):
+                end_block = progress.num_saved_blocks  # the rest is in the tail
             self._leaving += self._save_part(progress, grid, end_block)
             self._leaving += self._save_waiting(progress)
             num_left = max(0, end_block - progress.num_saved_blocks)
