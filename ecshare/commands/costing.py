@@ -56,8 +56,8 @@ def prompt(  # noqa: PLR0913 — the facts of a prompt
     num_gpus: int = 1,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> Unit:
-    """Return the KV of a prompt: its chunks and its tail, for each GPU."""
-    num_objects = (-(-num_tokens // chunk_tokens) + 1) * num_gpus
+    """Return the KV of a prompt: its chunks, for each GPU."""
+    num_objects = -(-num_tokens // chunk_tokens) * num_gpus
     num_bytes = num_tokens * token_bytes
     return Unit(num_bytes, num_objects, _HITS_LOOK_UPS, num_tokens / tokens_per_s, num_gpus)
 

@@ -4,9 +4,10 @@
 A chunk is a run of consecutive blocks of a request that begins at a multiple of the chunk size:
 
     whole   all blocks up to the next multiple
-    partial the full blocks that follow the last whole chunk, where a prompt or an answer ends
-    tail    a prompt's last, partly filled block, wherever it lies; its very last token does not
-            count, since the reader computes that one itself
+    partial the full blocks that follow the last whole chunk, where an answer ends, or a prompt
+            without a tail
+    tail    what follows the last whole chunk of a prompt, if its last block is partly filled; its
+            very last token does not count, since the reader computes that one itself
 
 If the model has recurrent layers, a prefix that is loaded must end with their state. So the state
 after the last token of a chunk is stored too, for some chunks, and there are no tails.
@@ -31,8 +32,9 @@ from kvshare.config import Tails
 ChunkKey = NewType("ChunkKey", bytes)
 HashFunction = Callable[[Any], bytes]
 
-# Appended to the name of a chunk. No chunk has a name of that length.
+# Appended to names. No other chunk has a name of such a length.
 _STATE = b"state"
+_TAIL = b"tail"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,13 @@ class Grid:
         if self.has_states:
             return False
         return self.tails == "always" or (self.tails == "salted" and bool(request.cache_salt))
+
+    def num_in_tail(self, request: Request) -> int:
+        """Return how many tokens of the prompt are in the last block of its tail; 0: it has none,
+        because full blocks hold all tokens but the last, or because of `has_tail`."""
+        num_tokens = (request.num_prompt_tokens - 1) % self.block_tokens
+        is_allowed = num_tokens < self.block_tokens - 1 and self.has_tail(request)
+        return num_tokens if is_allowed else 0
 
     @property
     def chunk_tokens(self) -> int:
@@ -120,17 +129,19 @@ class Grid:
 class Tail:
     """The data that name a prompt's tail; see the module docstring."""
 
-    block: int
+    first_block: int
+    num_blocks: int
     block_before: bytes | None
-    """The hash of the block before the tail."""
+    """The hash of the block before its last one."""
     tokens: tuple[int, ...]
+    """Those in its last block."""
     extra_keys: tuple[Any, ...] | None
     """The data that vLLM hashes besides tokens: media, LoRA adapter, cache_salt."""
 
     def chunk(self, grid: Grid, hash_function: HashFunction) -> Chunk:
         """Return the tail as a chunk.
 
-        It is named as vLLM names a block, over fewer tokens, so its name can equal no block's.
+        It is named as vLLM would name its last block, if that had only these tokens.
         """
         key = hash_block_tokens(
             hash_function,
@@ -138,8 +149,13 @@ class Tail:
             self.tokens,
             self.extra_keys,
         )
-        start_tokens = self.block * grid.block_tokens
-        return Chunk(ChunkKey(key + grid.adapter), self.block, 1, start_tokens, len(self.tokens))
+        return Chunk(
+            ChunkKey(key + grid.adapter + _TAIL),
+            self.first_block,
+            self.num_blocks,
+            self.first_block * grid.block_tokens,
+            (self.num_blocks - 1) * grid.block_tokens + len(self.tokens),
+        )
 
 
 def names_state(key: ChunkKey) -> bool:
@@ -160,17 +176,17 @@ def is_mixed(request: Request) -> bool:
 
 
 def tail_of(request: Request, grid: Grid) -> Tail | None:
-    """Return the tail of the prompt; None if full blocks hold all tokens but the last, or if the
-    option `tails` excludes it."""
-    if not grid.has_tail(request):
-        return None
-    block, num_tokens = divmod(request.num_prompt_tokens - 1, grid.block_tokens)
-    if not num_tokens or num_tokens == grid.block_tokens - 1 or block > len(request.block_hashes):
+    """Return the tail of the prompt; None if it has none, see `Grid.num_in_tail`."""
+    num_tokens = grid.num_in_tail(request)
+    block = request.num_prompt_tokens // grid.block_tokens
+    if not num_tokens or block > len(request.block_hashes):
         return None
     start = block * grid.block_tokens
     extra_keys, _ = generate_block_hash_extra_keys(request, start, start + num_tokens, 0)
+    first_block = block // grid.chunk_blocks * grid.chunk_blocks
     return Tail(
-        block,
+        first_block,
+        block + 1 - first_block,
         request.block_hashes[block - 1] if block else None,
         tuple(request.all_token_ids[start : start + num_tokens]),
         extra_keys,
@@ -204,16 +220,16 @@ class Prefix:
         """Return the prefix that `request` may load.
 
         A preempted request has output tokens too. Its full blocks are loadable. The tail of its
-        prompt is left out, as its tokens may be part of a full block.
+        prompt is left out if its tokens are part of a full block.
         """
-        is_prompt_alone = request.num_tokens == request.num_prompt_tokens
-        tail = tail_of(request, grid) if is_prompt_alone else None
         num_blocks = grid.num_loadable_blocks(request.num_tokens)
+        has_same_end = num_blocks == grid.num_loadable_blocks(request.num_prompt_tokens)
+        tail = tail_of(request, grid) if has_same_end else None
         return cls(grid, tuple(request.block_hashes[:num_blocks]), tail)
 
     @property
     def num_blocks(self) -> int:
-        """The number of full blocks, plus one for the tail."""
+        """The number of full blocks, plus one if there is a tail."""
         return len(self.hashes) + (self.tail is not None)
 
     @property
@@ -249,9 +265,10 @@ class Prefix:
         """
         for number in range(start_block // self.grid.chunk_blocks, self.num_whole):
             yield self.whole(number)
-        yield from self.partials(self.num_whole, start_block)[:1]
         if self.tail is not None:
             yield self.tail.chunk(self.grid, hash_function)
+        else:
+            yield from self.partials(self.num_whole, start_block)[:1]
 
 
 def last_chunk(prefix: Prefix, hash_function: HashFunction) -> Chunk:

@@ -176,6 +176,8 @@ class Lookups:
         is_little = num_tokens - num_computed_tokens < prefix.grid.block_tokens
         if is_little or request.num_tokens > request.num_prompt_tokens:
             return ()
+        if num_tokens < request.num_prompt_tokens - 1:
+            prefix = replace(prefix, tail=None)
         start_block = num_computed_tokens // prefix.grid.block_tokens
         chunks = prefix.chunks(start_block, self._facts.hash_function)
         announced = takewhile(lambda chunk: covered_tokens(request, [chunk]) <= num_tokens, chunks)

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import add
 
 from kvshare.chunks.layers import LayerSet
 from kvshare.chunks.prefix import Chunk
@@ -63,12 +64,14 @@ class Pieces:
         pieces = []
         for layer_set in self._layer_sets_in(chunk):
             first, end = layer_set.first_block(chunk, self.block_tokens), _end_block(chunk)
-            if first >= layer_set.window.first_needed(step_tokens) // self.block_tokens:
-                ids = _of_groups(layer_set, block_ids, first, end)
-            else:
-                ids = passed(layer_set.groups, first, end)
-            if not ids:
-                return []
+            kept = layer_set.window.first_needed(step_tokens) // self.block_tokens
+            kept = min(max(first, kept), end)
+            ids = _of_groups(layer_set, block_ids, kept, end)
+            if first < kept:
+                before = passed(layer_set.groups, first, kept)
+                if not before:
+                    return []
+                ids = tuple(map(add, before, ids))
             pieces.append(self._piece(chunk, layer_set, ids))
         return pieces
 

@@ -40,8 +40,9 @@ class Progress:
     end_tokens: int = 0
     """The token up to which its blocks are computed, or will be by steps that were ordered."""
     num_saved_blocks: int = 0
-    """The number of full blocks that were considered for a save. Each block is considered once,
-    even if it is a hit in vLLM's own cache: the store may have lost it."""
+    """The number of full blocks that were considered for a save, other than with the prompt's tail.
+    Each block is considered once, even if it is a hit in vLLM's own cache: the store may have lost
+    it."""
     loaded: range = range(0)
     """Blocks, in whole chunks, that were loaded, and so need not be saved."""
     saved_prompt_tokens: int = 0
@@ -89,12 +90,13 @@ class Progress:
 class SavePlan:
     """Orders the saves of all requests. Ownership: vLLM's scheduler thread.
 
-    A whole chunk, and the partial chunk at the end of a prompt's full blocks, is saved by the step
+    A whole chunk, and the partial chunk at the end of a prompt without a tail, is saved by the step
     that fills its last block. A prompt's tail is saved by the step that completes the prompt. The
-    partial chunk at the end of an answer is saved when the request ends or is preempted. vLLM has
-    freed its blocks then: the order is sent with the next step, and carried out before that step
-    can refill the blocks. If vLLM has freed some of a chunk's blocks earlier, because no layer of
-    their group looks back so far, the chunk is saved as long as vLLM's prefix cache has them.
+    partial chunk at the end of an answer is saved when the request ends or is preempted, also if
+    the answer has filled no block: the next turn cannot use the tail. vLLM has freed its blocks
+    then: the order is sent with the next step, and carried out before that step can refill the
+    blocks. If vLLM has freed some of a chunk's blocks earlier, because no layer of their group
+    looks back so far, the chunk is saved as long as vLLM's prefix cache has them.
 
     States of recurrent layers are saved as vLLM hands them over: those at the end of a prompt, and
     those at the end of a chunk that follow the last one by tokens whose chunks are as many bytes as
@@ -293,6 +295,8 @@ class SavePlan:
                 end_block = max(
                     progress.num_saved_blocks, end_block // grid.chunk_blocks * grid.chunk_blocks
                 )
+            elif num_known <= request.num_prompt_tokens == progress.saved_prompt_tokens:
+                end_block = progress.num_saved_blocks  # the rest is in the tail; no answer follows
             self._leaving += self._save_part(progress, grid, end_block)
             self._leaving += self._save_waiting(progress)
             num_left = max(0, end_block - progress.num_saved_blocks)
@@ -393,16 +397,19 @@ class SavePlan:
         self._leaving.clear()
 
     def _save_due(self, progress: Progress, grid: Grid, end_tokens: int) -> Iterable[Piece]:
-        """Order the saves up to `end_tokens` for which there is memory: whole chunks, the partial
-        chunk at the end of the prompt's full blocks, and the prompt's tail."""
+        """Order the saves up to `end_tokens` for which there is memory: whole chunks, and the
+        prompt's tail or, without one, the partial chunk at the end of its full blocks."""
         request = progress.request
         end_block = min(end_tokens // grid.block_tokens, len(request.block_hashes))
         yield from self._save_whole(progress, grid, end_block)
         num_prompt_tokens = request.num_prompt_tokens
         num_prompt_blocks = num_prompt_tokens // grid.block_tokens
-        if num_prompt_blocks <= end_block:
+        due_block = num_prompt_blocks
+        if grid.num_in_tail(request):
+            due_block -= num_prompt_blocks % grid.chunk_blocks
+        elif num_prompt_blocks <= end_block:
             yield from self._save_part(progress, grid, num_prompt_blocks)
-        if progress.num_saved_blocks < num_prompt_blocks or end_tokens < num_prompt_tokens:
+        if progress.num_saved_blocks < due_block or end_tokens < num_prompt_tokens:
             return
         if progress.saved_prompt_tokens < num_prompt_tokens and num_prompt_tokens > 1:
             tail = tail_of(request, grid)
@@ -492,8 +499,8 @@ class SavePlan:
         num_tokens = max(0, end_tokens - chunk.end_tokens)
         num_whole, num_blocks = divmod(-(-num_tokens // grid.block_tokens), grid.chunk_blocks)
         num_bytes = num_whole * chunk_bytes(grid.chunk_blocks)
-        if num_blocks:  # the rest of the full blocks, and the tail
-            num_bytes += chunk_bytes(num_blocks) + chunk_bytes(1)
+        if num_blocks:
+            num_bytes += chunk_bytes(num_blocks)
         if grid.has_states:
             # A chunk is saved before the state at its end.
             first = chunk.end_tokens + chunk.is_state
@@ -520,14 +527,14 @@ def _due_tokens(progress: Progress, grid: Grid) -> int:
 
 
 def _next_end(progress: Progress, grid: Grid) -> int:
-    """Return where the next chunk ends that was not considered, or the end of the prompt, if its
-    tail was not considered."""
+    """Return where the next chunk ends that was not considered, or the end of the prompt, if that
+    was not considered."""
     num_whole = progress.num_saved_blocks // grid.chunk_blocks
     next_chunk = (num_whole + 1) * grid.chunk_tokens
-    num_prompt_tokens = progress.request.num_prompt_tokens
+    request, num_prompt_tokens = progress.request, progress.request.num_prompt_tokens
     if progress.saved_prompt_tokens >= num_prompt_tokens or num_prompt_tokens <= 1:
         return next_chunk
     num_prompt_blocks = num_prompt_tokens // grid.block_tokens
-    is_part_saved = progress.num_saved_blocks >= num_prompt_blocks
-    prompt_end = num_prompt_tokens if is_part_saved else num_prompt_blocks * grid.block_tokens
+    has_part = progress.num_saved_blocks < num_prompt_blocks and not grid.num_in_tail(request)
+    prompt_end = num_prompt_blocks * grid.block_tokens if has_part else num_prompt_tokens
     return min(next_chunk, prompt_end)

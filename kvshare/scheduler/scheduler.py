@@ -24,7 +24,7 @@ from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.upkeep.renewal import Record
 from kvshare.chunks.facts import KVFacts, kv_facts, kv_namespace
 from kvshare.chunks.layers import LayerSet, is_bound, is_shareable
-from kvshare.chunks.prefix import ChunkKey, Grid, covered_tokens, is_mixed
+from kvshare.chunks.prefix import ChunkKey, Grid, covered_tokens, is_mixed, tail_of
 from kvshare.chunks.recent_keys import RecentKeys
 from kvshare.chunks.slabs import steps_state_bytes
 from kvshare.compat import states_of_step
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A look-up finds no more of these: a partial chunk, a tail, a state.
-_MOST_ENDS = 3
+# A look-up finds no more of these: a partial chunk or a tail, and a state.
+_MOST_ENDS = 2
 # Of the look-up of marks in a new namespace.
 _MARKS_S = 5.0
 
@@ -419,8 +419,14 @@ class KVScheduler:
         if grid.adapter:
             names = [name + grid.adapter for name in names]
         self._engine.uses.add_chain(names, size)
-        # Partial chunks where the prompt and the answer end.
-        for end in (request.num_prompt_tokens // grid.block_tokens, end_block):
+        tail, ends = tail_of(request, grid), [end_block]
+        if tail is None:
+            ends.append(request.num_prompt_tokens // grid.block_tokens)
+        elif request.num_computed_tokens >= request.num_prompt_tokens:
+            chunk = tail.chunk(grid, self._facts.hash_function)
+            self._engine.uses.add(chunk.key, chunk.first_block + chunk.num_blocks)
+        # Partial chunks where the answer ends, and the prompt.
+        for end in ends:
             if end % size and end <= end_block:
                 self._engine.uses.add(hashes[end - 1] + grid.adapter, end)
 

@@ -6,7 +6,8 @@ always have no gap, because an engine that stored a chunk has stored those befor
 chunks are searched from coarse to fine: first some that are evenly spread, then those between the
 last one that is stored and the first one that is missing. When no chunk is left between these, the
 partial chunks that may be stored in place of the next chunk are looked up. If a chunk that was not
-looked up is lost, the load detects it.
+looked up is lost, the load detects it. If the prompt's tail is stored, it is taken in place of the
+partial chunks.
 
 For 32,768 tokens in chunks of 256 and blocks of 16, one round is enough if everything or nothing is
 stored. Otherwise it takes at most three.
@@ -128,12 +129,10 @@ class _PrefixSearch:
     def result(self) -> StoredPrefix:
         """Return the longest stored prefix."""
         chunks = [self._prefix.whole(number) for number in range(self._first, self._low)]
-        partials = self._prefix.partials(self._low, self._start_block)
-        chunks += [chunk for chunk in partials if self._is_stored.get(chunk.key)][:1]
-        end_block = chunks[-1].first_block + chunks[-1].num_blocks if chunks else self._start_block
-        tail = self._tail
-        if tail is not None and self._is_stored[tail.key] and tail.first_block == end_block:
-            chunks.append(tail)
+        ends = self._prefix.partials(self._low, self._start_block)
+        if self._tail is not None and self._low == self._prefix.num_whole:
+            ends = [self._tail, *ends]
+        chunks += [chunk for chunk in ends if self._is_stored.get(chunk.key)][:1]
         missing = [key for key, is_stored in self._is_stored.items() if not is_stored]
         return StoredPrefix(tuple(chunks), tuple(missing))
 

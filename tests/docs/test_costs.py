@@ -58,7 +58,7 @@ FIGURES: list[tuple[str, int, tuple[str, ...], Callable[[dict[str, Any]], float]
     (r"week it costs (\S+) \$/M", 3, ("--hours", "168"), lambda of: 1e6 * of["dollars"]["store"]),
     (r"30 days would cost (\S+)\s", 0, ("--hours", "720"), lambda of: 1e3 * of["dollars"]["store"]),
     (r"look-ups alone \((\S+) \$/M\)", 0, (), lambda of: 1e6 * of["dollars"]["look_up"]),
-    (r"it, (\S+) of the 497 \$/M", 0, (), lambda of: 1e6 * of["dollars"]["space"]),
+    (r"it, (\S+) of the 492 \$/M", 0, (), lambda of: 1e6 * of["dollars"]["space"]),
     (r"(\S+) GB/s in the first row", 0, (), lambda of: of["pays_from_bytes_per_s"] / 1e9),
     (r"(\S+) GB/s in the second", 1, (), lambda of: of["pays_from_bytes_per_s"] / 1e9),
     (r"(\S+) GB/s in the third", 2, (), lambda of: of["pays_from_bytes_per_s"] / 1e9),

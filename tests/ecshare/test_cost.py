@@ -78,8 +78,8 @@ def test_month_counts_uses_of_prompts_and_of_pictures(cost: Cost) -> None:
     status, text = cost(*ALWAYS, *arguments, "--json")
     assert status == 0
     kv, picture = (json.loads(line)["month"] for line in text.splitlines())
-    assert kv["num_puts"] == 3000 * 0.75 * 3
-    assert kv["num_gets"] == 3000 * 32 + 3000 * 0.25 * 3
+    assert kv["num_puts"] == 3000 * 0.75 * 2
+    assert kv["num_gets"] == 3000 * 32 + 3000 * 0.25 * 2
     assert kv["stored_gb"] == pytest.approx(75 * 0.5 * 1e-3)
     assert kv["written_gb"] == pytest.approx(2250 * 1e-3)
     assert kv["read_gb"] == pytest.approx(750 * 1e-3)
@@ -122,8 +122,8 @@ def test_prices_are_a_name_a_file_or_written_out(cost: Cost, tmp_path: Path) -> 
     for prices in (str(file), "put=10,get=1,gb_month=0,gb_read=0.5"):
         _, text = cost("--token-bytes", "1000", *ALWAYS, "--prices", prices, "--json")
         found = json.loads(text)["dollars"]
-        assert found["store"] == pytest.approx(5 * 10e-6)
-        assert found["load"] == pytest.approx(37 * 1e-6 + 1e-3 * 0.5)
+        assert found["store"] == pytest.approx(4 * 10e-6)
+        assert found["load"] == pytest.approx(36 * 1e-6 + 1e-3 * 0.5)
     _, text = cost("--token-bytes", "1000", *ALWAYS, "--prices", "folder", "--json")
     assert json.loads(text)["dollars"]["store"] == 0
 

@@ -19,7 +19,7 @@ WORDS = (
     "and of an old stone house by the road. "
 ) * 4
 NUM_OBJECTS = 4
-"""Objects of a prompt: two whole chunks, a part of two blocks, a tail. No answer adds a block."""
+"""Objects of a prompt: two whole chunks, a tail and, as no answer fills a block, a part of it."""
 _MISSES = "kvshare_misses/"
 DROPPED = "kvshare_blocks/dropped"
 FAILED = "kvshare_blocks/failed"

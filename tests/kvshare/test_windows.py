@@ -73,12 +73,20 @@ def test_chunked_prefill_stores_the_whole_prompt(
     assert serve(engine(), LONG).computed_prompt_tokens == 1
 
 
+def test_tail_is_stored_though_the_window_has_passed_one_of_its_blocks(start: StartEngine) -> None:
+    """The prompt's last token is computed by a step of its own, which needs one block less."""
+    engine = partial(start, specs=(spec(), window(2 * BLOCK + 3)), store=chunked(8))
+    prompt = LONG[: 7 * BLOCK + 3]
+    serve(engine(max_num_batched_tokens=10, max_num_seqs=4), prompt, max_tokens=1)
+    assert serve(engine(), prompt).computed_prompt_tokens == 1
+
+
 @each_kind
 def test_longer_prompt_loads_the_stored_prefix(
     start: StartEngine, specs: Sequence[KVCacheSpec]
 ) -> None:
     engine = partial(start, specs=specs, store=chunked(3), num_blocks=160)
-    serve(engine(), LONG[: 7 * BLOCK + 2], max_tokens=1)
+    serve(engine(), LONG[: 7 * BLOCK + 1], max_tokens=1)
     longer = engine()
     assert serve(longer, LONG).computed_prompt_tokens == len(LONG) - 7 * BLOCK
 

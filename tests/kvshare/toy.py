@@ -218,12 +218,13 @@ def make_request(name: str, tokens: Sequence[int], max_tokens: int = 1, **more: 
 
 
 def chunks_for(request: Request, chunk_blocks: int = 1) -> tuple[Chunk, ...]:
-    """Return all chunks of a prompt: whole ones, the partial one, the tail."""
+    """Return all chunks of a prompt: whole ones, and the tail or the partial one."""
     grid = Grid(BLOCK, chunk_blocks)
     prefix = Prefix.of(request, grid)
     chunks = [prefix.whole(number) for number in range(prefix.num_whole)]
-    chunks += prefix.partials(prefix.num_whole)[:1]
-    return (*chunks, *([prefix.tail.chunk(grid, sha256)] if prefix.tail else []))
+    if prefix.tail:
+        return (*chunks, prefix.tail.chunk(grid, sha256))
+    return (*chunks, *prefix.partials(prefix.num_whole)[:1])
 
 
 def kv_of(tokens: Sequence[int], group: int = 0) -> float:

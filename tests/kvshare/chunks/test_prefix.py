@@ -49,10 +49,9 @@ def test_chunks_cover_all_tokens_but_the_last(
 ) -> None:
     request = make_request("r", range(num_tokens))
     found = chunks(request, chunk_blocks)
-    full = found[: -(-num_blocks // chunk_blocks)]
-    assert sum(chunk.num_blocks for chunk in full) == num_blocks
-    assert all(chunk.num_blocks == chunk_blocks for chunk in full[:-1])
-    assert [chunk.num_tokens for chunk in found[len(full) :]] == ([in_tail] if in_tail else [])
+    assert sum(chunk.num_blocks for chunk in found) == num_blocks + (in_tail > 0)
+    assert all(chunk.num_blocks == chunk_blocks for chunk in found[:-1])
+    assert sum(chunk.num_tokens for chunk in found) == num_blocks * BLOCK + in_tail
     end = 0
     for chunk in found:
         assert chunk.start_tokens == BLOCK * chunk.first_block == end
@@ -92,6 +91,20 @@ def test_tail_name_depends_on_all_tokens_but_the_last() -> None:
     assert tail(make_request("b", [0, 1, 2, 3, 4, 5, 99])) == one
     assert tail(make_request("c", [0, 1, 2, 3, 4, 99, 6])) != one
     assert tail(make_request("d", [99, 1, 2, 3, 4, 5, 6])) != one
+
+
+def test_tail_name_has_a_length_of_its_own() -> None:
+    """Engines that stored a prompt's last block alone gave it the name without the end."""
+    request = make_request("r", range(2 * BLOCK + 2))
+    tails, others = set(), set()
+    for adapter in (b"", b"0123456789abcdef"):
+        prefix = Prefix.of(request, Grid(BLOCK, 2, adapter))
+        assert prefix.tail is not None
+        tails.add(len(prefix.tail.chunk(prefix.grid, sha256).key))
+        whole = prefix.whole(0)
+        others |= {len(whole.key), len(prefix.grid.state_of(whole).key)}
+    assert len(tails) == 2
+    assert not tails & others
 
 
 def picture(identifier: str, offset: int, length: int) -> MultiModalFeatureSpec:
@@ -145,6 +158,14 @@ def test_resumed_request_has_chunks_of_its_answer_but_no_tail() -> None:
     assert covered_tokens(request, chunks(request)) == 2 * BLOCK
     request.append_output_token_ids([55])
     assert covered_tokens(request, chunks(request)) == 3 * BLOCK - 1
+
+
+def test_request_resumed_before_it_has_filled_a_block_has_the_tail_of_its_prompt() -> None:
+    request = make_request("r", range(BLOCK + 2), max_tokens=9)
+    before = Prefix.of(request, Grid(BLOCK, 2))
+    request.append_output_token_ids([50])
+    assert Prefix.of(request, Grid(BLOCK, 2)) == before
+    assert covered_tokens(request, chunks(request, 2)) == BLOCK + 1
 
 
 def test_adapter_fingerprint_is_part_of_every_chunk_name() -> None:

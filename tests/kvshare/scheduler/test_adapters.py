@@ -151,7 +151,7 @@ def test_adapter_change_stops_saves_of_running_requests(start: StartEngine, tmp_
     wait_until(lambda: engine.connector.scheduler.num_loadable_tokens(new, 0) is not None)
     engine.add(new)
     engine.run_out()
-    assert len(objects(tmp_path)) == 2, "the part and the tail of the prompt, no more"
+    assert len(objects(tmp_path)) == 1, "the tail of the prompt, no more"
 
 
 def test_request_waits_for_a_fingerprint_at_most_wait_s(

@@ -21,6 +21,7 @@ from tests.kvshare.toy import BLOCK, ToyEngine, chunks_for, make_request, object
 from tests.releases import needs_hit_sources
 
 PROMPT = list(range(100, 100 + 5 * BLOCK + 3))
+WITHOUT_TAIL = PROMPT[: 5 * BLOCK + 1]
 NUM_FULL = 5
 
 Publishing = Callable[..., ToyEngine]
@@ -61,11 +62,11 @@ def test_stored_blocks_are_published_like_vllms_own_events(
     publishing: Publishing, subscriber: Subscriber, chunk_blocks: int
 ) -> None:
     engine = publishing(chunk_blocks)
-    serve(engine, PROMPT, max_tokens=1)
+    serve(engine, WITHOUT_TAIL, max_tokens=1)
     step_to_report(engine)
-    full = hashes(PROMPT)
+    full = hashes(WITHOUT_TAIL)
     followed = subscriber.wait(lambda now: len(now.stored) == NUM_FULL)
-    assert followed.stored == followed.computed == set(full), "no tail, and vLLM's own hashes"
+    assert followed.stored == followed.computed == set(full), "vLLM's own hashes"
     parent: Any = None
     for event in sorted(followed.of_store, key=lambda event: event.token_ids):
         assert isinstance(event, BlockStored)
@@ -73,7 +74,7 @@ def test_stored_blocks_are_published_like_vllms_own_events(
         named: list[Any] = event.block_hashes
         first, count = full.index(named[0]), len(named)
         assert named == full[first : first + count]
-        assert event.token_ids == PROMPT[first * BLOCK : (first + count) * BLOCK]
+        assert event.token_ids == WITHOUT_TAIL[first * BLOCK : (first + count) * BLOCK]
         assert (event.block_size, event.group_idx) == (BLOCK, 0)
         assert (event.locality, event.ownership) == (None, "kvshare")
         parent = named[-1]
@@ -85,7 +86,7 @@ def test_block_in_two_chunks_is_removed_only_with_the_last_chunk(
     """Three blocks are stored as a partial chunk; a prompt of five blocks stores longer ones."""
     engine = publishing(chunk_blocks=4)
     serve(engine, PROMPT[: 3 * BLOCK], max_tokens=1, name="short")
-    serve(engine, PROMPT, max_tokens=1, name="long")
+    serve(engine, WITHOUT_TAIL, max_tokens=1, name="long")
     step_to_report(engine)
     subscriber.wait(lambda now: len(now.stored) == NUM_FULL)
     for path in objects(tmp_path):
@@ -95,12 +96,12 @@ def test_block_in_two_chunks_is_removed_only_with_the_last_chunk(
     serve(engine, PROMPT[: 3 * BLOCK], max_tokens=1, name="short again")
     spin(engine, lambda: is_at_rest(engine), "it has not come to rest")
     step_to_report(engine)
-    serve(engine, PROMPT, max_tokens=1, name="long again")
+    serve(engine, WITHOUT_TAIL, max_tokens=1, name="long again")
     step_to_report(engine)
     # When the short prompt's chunk was found lost, the first three blocks were still in the long
     # prompt's chunk; when that was found lost, the short one's had been saved again.
     subscriber.wait(
-        lambda now: len(now.stored) == NUM_FULL and withdrawn(now) == set(hashes(PROMPT)[3:])
+        lambda now: len(now.stored) == NUM_FULL and withdrawn(now) == set(hashes(WITHOUT_TAIL)[3:])
     )
 
 
@@ -162,6 +163,18 @@ def test_block_is_published_once_all_ranks_stored_their_shards() -> None:
     events.lost([other.key])
     events.stored({other.key: 1})
     assert events.take() == [], "one rank could not store its shard"
+
+
+@pytest.mark.parametrize("chunk_blocks", [1, 2, 64])
+def test_blocks_of_a_tail_are_not_published(chunk_blocks: int) -> None:
+    """No prompt with another end can load them."""
+    request = make_request("r", PROMPT)
+    events = BlockEvents(Grid(BLOCK, chunk_blocks), 1, group=0, is_remote=True)
+    for chunk in chunks_for(request, chunk_blocks):
+        events.ordered(request, chunk)
+        events.stored({chunk.key: 1})
+    published = [each for event in events.take() for each in event.block_hashes]  # type: ignore[attr-defined]
+    assert published == hashes(PROMPT)[: NUM_FULL // chunk_blocks * chunk_blocks]
 
 
 def test_block_saved_again_after_a_loss_is_published_again() -> None:

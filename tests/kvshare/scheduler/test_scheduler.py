@@ -435,18 +435,28 @@ def pieces_of(orders: Orders) -> list[tuple[bytes, tuple[int, ...], int, int]]:
     ]
 
 
-def test_whole_chunks_partial_chunk_and_tail_are_saved(bench: StartBench) -> None:
+@pytest.mark.parametrize("in_tail", [0, 2])
+def test_whole_chunks_and_the_end_of_a_prompt_are_saved(bench: StartBench, in_tail: int) -> None:
     here = bench(chunk_blocks=2)
-    prompt = list(range(5 * BLOCK + 3))
-    first, second, part, tail = chunks_of(prompt, 2)
+    prompt = list(range(5 * BLOCK + in_tail + 1))
+    first, second, end = chunks_of(prompt, 2)
     request = make_request("r", prompt)
     assert pieces_of(here.run(request, 0, len(prompt), [7, 8, 9, 5, 6, 4])) == [
         (first.key, (7, 8), 2 * BLOCK, 0),
         (second.key, (9, 5), 2 * BLOCK, 0),
-        (part.key, (6,), BLOCK, 0),
-        (tail.key, (4,), 2, 0),
+        (end.key, (6, 4) if in_tail else (6,), BLOCK + in_tail, 0),
     ]
-    assert bytes(part.key) == request.block_hashes[4]
+    assert (bytes(end.key) == request.block_hashes[4]) is (not in_tail)
+
+
+def test_tail_is_saved_by_the_step_that_completes_the_prompt(bench: StartBench) -> None:
+    here = bench(chunk_blocks=2)
+    prompt = list(range(3 * BLOCK + 3))
+    first, tail = chunks_of(prompt, 2)
+    request = make_request("r", prompt)
+    orders = here.run(request, 0, len(prompt) - 1, [7, 8, 9, 5])
+    assert [each.key for each in orders.saves] == [first.key]
+    assert pieces_of(here.go_on(request, len(prompt) - 1, [])) == [(tail.key, (9, 5), BLOCK + 2, 0)]
 
 
 @pytest.mark.parametrize("numbers_media", [True, False])
@@ -521,12 +531,33 @@ def test_chunk_completed_by_late_async_tokens_is_saved_at_the_end(
     assert leave(here, request) == [(request.block_hashes[1], (7, 8))]
 
 
-def test_answer_that_fills_no_block_causes_no_save(bench: StartBench) -> None:
+def test_memory_is_reserved_for_one_object_at_the_end_of_a_prompt(bench: StartBench) -> None:
+    here = bench(chunk_blocks=4)
+    prompt = list(range(6 * BLOCK + 3))
+    here.run(make_request("r", prompt), 0, 4 * BLOCK, [1, 2, 3, 4])
+    assert here.half.reserved_bytes == 2 * SLAB, "the whole chunk, and the tail"
+
+
+def test_answer_without_kv_causes_no_save(bench: StartBench) -> None:
     here = bench(chunk_blocks=4)
     request = make_request("r", PROMPT, 9)
-    assert len(here.run(request, 0, len(PROMPT), [1, 2, 3, 4]).saves) == 2
+    assert len(here.run(request, 0, len(PROMPT), [1, 2, 3, 4]).saves) == 1
     request.append_output_token_ids([1])
     assert leave(here, request) == []
+
+
+def test_answer_that_fills_no_block_saves_the_full_blocks_once(bench: StartBench) -> None:
+    """For the next turn, which cannot use the tail."""
+    here = bench(chunk_blocks=4)
+    for name, num_saved in (("r", 1), ("again", 0)):
+        request = make_request(name, PROMPT, 9)
+        assert len(here.run(request, 0, len(PROMPT), [1, 2, 3, 4]).saves) == num_saved
+        request.append_output_token_ids([1])
+        here.go_on(request, len(PROMPT), [])
+        request.append_output_token_ids([2])
+        expected = [(request.block_hashes[2], (1, 2, 3))]
+        assert leave(here, request) == expected[:num_saved]
+        assert "blocks/dropped" not in here.engine.take_counts("scheduler")
 
 
 def test_block_with_a_retracted_token_is_not_saved(bench: StartBench) -> None:
@@ -607,7 +638,7 @@ def test_local_blocks_inside_a_chunk_are_not_loaded(bench: StartBench, local_blo
     blocks = [block for piece in order.pieces for block in piece.block_ids[0]]
     assert blocks == list(range(50 + local_blocks, 56))
     first = order.pieces[0]
-    assert first.first_block == local_blocks % 3 if local_blocks < 5 else first.first_block == 0
+    assert first.first_block == local_blocks % 3
 
 
 @pytest.mark.parametrize(("num_tokens", "blocks"), [(9, [50, 51, 52]), (8, [50, 51]), (1, [50])])
@@ -845,7 +876,7 @@ def test_announcement_does_not_suppress_saves_of_others(bench: StartBench) -> No
 
 @pytest.mark.parametrize(
     ("lost", "expected"),
-    [(0, 0), (1, 2 * BLOCK), (2, 4 * BLOCK), (3, 5 * BLOCK), (None, 5 * BLOCK + 2)],
+    [(0, 0), (1, 2 * BLOCK), (2, 4 * BLOCK), (None, 5 * BLOCK + 2)],
 )
 def test_dropped_chunk_shortens_the_announcement(
     bench: StartBench, lost: int | None, expected: int
@@ -1164,14 +1195,23 @@ def test_whole_prompt_counts_as_used_when_its_request_ends(bench: StartBench) ->
     request.append_output_token_ids(list(range(2 * BLOCK)))
     here.go_on(request, 7 * BLOCK, [])
     here.half.finished(request)
-    hashes = request.block_hashes
+    hashes, tail = request.block_hashes, chunks_of(list(range(5 * BLOCK + 3)), 2)[-1]
     assert taken(here.engine.uses) == [
         (hashes[1], 0, 2),
         (hashes[3], 0, 4),
         (hashes[5], 0, 6),
-        (hashes[4], 0, 5),
+        (tail.key, 0, 6),
         (hashes[6], 0, 7),
     ]
+
+
+def test_end_of_a_prompt_without_tail_counts_as_used(bench: StartBench) -> None:
+    here = bench(chunk_blocks=2, saves=False)
+    request = make_request("r", list(range(3 * BLOCK)), 99)
+    here.run(request, 0, 3 * BLOCK, [7, 8, 9])
+    here.half.finished(request)
+    hashes = request.block_hashes
+    assert taken(here.engine.uses) == [(hashes[1], 0, 2), (hashes[2], 0, 3)]
 
 
 def test_found_tail_counts_as_used(bench: StartBench) -> None:

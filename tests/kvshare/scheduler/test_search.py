@@ -24,7 +24,8 @@ def _none_hash() -> None:
 def prefix_of(num_blocks: int, chunk_blocks: int, *, has_tail: bool) -> Prefix:
     hashes = tuple(hashlib.sha256(bytes([n % 256, n // 256])).digest() for n in range(num_blocks))
     before = hashes[-1] if hashes else None
-    tail = Tail(num_blocks, before, (1, 2, 3), None) if has_tail else None
+    first = num_blocks // chunk_blocks * chunk_blocks
+    tail = Tail(first, num_blocks + 1 - first, before, (1, 2, 3), None) if has_tail else None
     return Prefix(Grid(BLOCK_TOKENS, chunk_blocks), hashes, tail)
 
 
@@ -56,11 +57,10 @@ def longest(prefix: Prefix, start_block: int, is_there: Callable[[Chunk], bool])
     while number < prefix.num_whole and is_there(prefix.whole(number)):
         number += 1
     found = [prefix.whole(each) for each in range(first, number)]
-    parts = prefix.partials(number, start_block)
-    found += [part for part in parts if is_there(part)][:1]
-    end_block = found[-1].first_block + found[-1].num_blocks if found else start_block
-    covers_all = end_block == len(prefix.hashes)
-    return found + [tail for tail in tail_chunk(prefix) if covers_all and is_there(tail)]
+    ends = prefix.partials(number, start_block)
+    if number == prefix.num_whole:
+        ends = [*tail_chunk(prefix), *ends]
+    return found + [end for end in ends if is_there(end)][:1]
 
 
 @st.composite
@@ -84,7 +84,7 @@ def test_search_finds_the_longest_stored_prefix_in_three_rounds(
     prefix, start_block = of
 
     def is_there(chunk: Chunk) -> bool:
-        if prefix.tail and chunk.first_block == prefix.tail.block:
+        if chunk in tail_chunk(prefix):
             return tail_is_there
         if chunk.num_blocks == prefix.grid.chunk_blocks:
             return chunk.first_block + chunk.num_blocks <= num_stored
