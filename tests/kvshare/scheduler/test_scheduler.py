@@ -546,17 +546,19 @@ def test_answer_without_kv_causes_no_save(bench: StartBench) -> None:
     assert leave(here, request) == []
 
 
-def test_answer_that_fills_no_block_saves_the_full_blocks_once(bench: StartBench) -> None:
-    """For the next turn, which cannot use the tail."""
-    here = bench(chunk_blocks=4)
-    for name, num_saved in (("r", 1), ("again", 0)):
-        request = make_request(name, PROMPT, 9)
-        assert len(here.run(request, 0, len(PROMPT), [1, 2, 3, 4]).saves) == num_saved
-        request.append_output_token_ids([1])
-        here.go_on(request, len(PROMPT), [])
-        request.append_output_token_ids([2])
-        expected = [(request.block_hashes[2], (1, 2, 3))]
-        assert leave(here, request) == expected[:num_saved]
+def test_only_an_answer_that_fills_a_block_saves_the_blocks_after_the_last_whole_chunk(
+    bench: StartBench,
+) -> None:
+    here = bench(chunk_blocks=8)
+    num_left = BLOCK - len(PROMPT) % BLOCK  # that the last block of the prompt has room for
+    for num_answered, num_saved in ((num_left, 0), (num_left + 1, 1)):
+        request = make_request(f"{num_answered}", PROMPT, 9)
+        here.run(request, 0, len(PROMPT), [1, 2, 3, 4])
+        for token in range(num_answered):
+            request.append_output_token_ids([token])
+            if token < num_answered - 1:  # the KV of the last one is not computed
+                here.go_on(request, len(PROMPT) + token, [])
+        assert len(leave(here, request)) == num_saved
         assert "blocks/dropped" not in here.engine.take_counts("scheduler")
 
 
