@@ -134,7 +134,7 @@ def test_each_endpoint_accepts_or_refuses_requests(case: tuple[str, bytes]) -> N
     uuids = {each.uuid for each in media}
     plain = plan.inline_request(client, media)
     client.scores_prompt()
-    named = {"a": {}} if media else {}
+    named: dict[str, Any] = {"a": {}} if media else {}
     announced, names_all = (
         plan.encoded_request(client, media, {}, named, names_all=each) for each in (False, True)
     )
