@@ -34,7 +34,7 @@ def test_engine_with_two_ranks_loads_kv_of_another_with_two(
         for part in ("t0of2", "t1of2")
     ]
     assert shares[0] == shares[1]
-    assert len(shares[0]) > 2
+    assert len(shares[0]) > 1
     warm = ask(second, second.model, STORY)
     assert warm.tokens == expected
     assert warm.num_cached_tokens == warm.num_prompt_tokens - 1

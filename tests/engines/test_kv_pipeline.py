@@ -71,7 +71,7 @@ def test_pipeline_loads_kv_of_an_equal_one_and_an_engine_without_stages_misses(
     assert (cold.tokens, cold.num_cached_tokens) == (expected, 0)
     stages = [names(fleet.root, f"t0of1-p{stage}of2") for stage in range(2)]
     assert stages[0] == stages[1]
-    assert len(stages[0]) > 2
+    assert len(stages[0]) > 1
     warm = ask(fleet.second, fleet.second.model, story)
     assert warm.tokens == expected
     assert warm.num_cached_tokens == warm.num_prompt_tokens - 1
