@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from itertools import product
 from pathlib import Path
@@ -51,7 +51,7 @@ settings.load_profile("ours")
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call() -> Iterator[object | None]:
+def pytest_pyfunc_call() -> Generator[None, object, object]:
     """Skip a test if vLLM refuses its 8-bit floats on this CPU."""
     try:
         return (yield)
