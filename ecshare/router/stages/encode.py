@@ -17,22 +17,17 @@ from ecshare.router.fleet.retries import Attempt, Retries
 from ecshare.router.http.bodies import Payload
 from ecshare.router.http.context import RequestContext
 from ecshare.router.options.config import RouterConfig
-from ecshare.router.reuse import BoundedCache, SingleFlight
+from ecshare.router.reuse import SingleFlight
 from ecshare.router.siblings import Siblings
 from ecshare.router.stages import plan
 from ecshare.router.stages.limits import Slot, StageLimits
 from ecshare.router.stages.plan import Metadata
+from ecshare.router.stages.reports import KEPT_S, ON_ITS_WAY_S, ReportIndex
 from ecshare.router.types import Stage, Work
 from ecshare.store.threads import gather_all
 
-_TOPIC = "encoded"
-_MAX_ENTRIES = 1_000_000
 _ENTRY_BYTES = 500
 """Memory of one entry besides its JSON, roughly."""
-_ON_ITS_WAY_S = 10.0
-"""So long after E's report the embedding may be on its way. Later it is stored, or lost."""
-_KEPT_S = 3600.0
-"""E is asked again after so long: the store may have lost the embedding."""
 
 Ask = Callable[[], Awaitable[Metadata | None]]
 
@@ -54,6 +49,10 @@ class _Report(Struct, array_like=True):
     json: bytes
     since_s: float
 
+    def num_bytes(self) -> int:
+        """Return how much memory it takes, about."""
+        return len(self.json) + _ENTRY_BYTES
+
 
 class EncodedMedia:
     """A bounded index of E's reports, shared by all requests. Belongs to the event loop's thread.
@@ -69,9 +68,7 @@ class EncodedMedia:
         clock_s: Callable[[], float],
     ) -> None:
         """`patience_s`: how long a request waits for E's answer to another one at most."""
-        self._siblings = siblings
-        siblings.hear(_TOPIC, self._hear)
-        self._index: BoundedCache[bytes, _Report] = BoundedCache(_MAX_ENTRIES, max_bytes)
+        self._index = ReportIndex("encoded", _Report, _Report.num_bytes, max_bytes, siblings)
         self._clock_s = clock_s
         self._asking: SingleFlight[bytes, tuple[Metadata | None, bool]] = SingleFlight()
         self._patience_s = patience_s
@@ -103,7 +100,7 @@ class EncodedMedia:
     def were_stored(self, keys: Iterable[bytes]) -> bool:
         """Tell whether the embeddings of these known reports are stored or lost: none is on its
         way."""
-        since_s = self._clock_s() - _ON_ITS_WAY_S
+        since_s = self._clock_s() - ON_ITS_WAY_S
         reports = (self._index.get(key) for key in keys)
         return all(report is not None and report.since_s <= since_s for report in reports)
 
@@ -124,14 +121,13 @@ class EncodedMedia:
         """
         known = {key: self._index.get(key) for key in keys}
         for key in known:
-            self._index.discard(key)
-            self._siblings.tell(_TOPIC, key, None)
+            self._index.forget(key)
         try:
             yield
         except EngineError:
             for key, report in known.items():
                 if report is not None and key not in self._index:
-                    self._put(key, report)
+                    self._index.remember(key, report)
             raise
 
     def status(self) -> dict[str, int]:
@@ -140,28 +136,14 @@ class EncodedMedia:
             "asked": self._num_asked,
             "avoided": self._num_avoided,
             "waiting": self._asking.num_waiting,
-            "remembered": len(self._index),
-            "memory": self._index.num_bytes,
-            "evicted": self._index.num_evicted,
+            **self._index.status(),
         }
 
     def _json(self, key: bytes) -> bytes | None:
         report = self._index.get(key)
-        if report is None or self._clock_s() - report.since_s >= _KEPT_S:
+        if report is None or self._clock_s() - report.since_s >= KEPT_S:
             return None
         return report.json
-
-    def _put(self, key: bytes, report: _Report) -> None:
-        self._index.put(key, report, len(report.json) + _ENTRY_BYTES)
-        if self._siblings.are_there:
-            self._siblings.tell(_TOPIC, key, msgspec.msgpack.encode(report))
-
-    def _hear(self, key: bytes, told: bytes | None) -> None:
-        if told is None:
-            self._index.discard(key)
-        else:
-            report = msgspec.msgpack.decode(told, type=_Report)
-            self._index.put(key, report, len(report.json) + _ENTRY_BYTES)
 
     async def _report(self, key: bytes, ask: Ask) -> tuple[Metadata | None, bool]:
         """Return a report that was not in the index, and whether E was not asked for it here."""
@@ -176,7 +158,7 @@ class EncodedMedia:
             self._num_asked += 1
             metadata = await ask()
             if metadata is not None:  # else nobody knows whether it is stored
-                self._put(key, _Report(msgspec.json.encode(metadata), self._clock_s()))
+                self._index.remember(key, _Report(msgspec.json.encode(metadata), self._clock_s()))
             return metadata, False
 
         report = await self._asking.run(key, found, self._patience_s)

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import msgspec
 from aiohttp import web
 from msgspec import Struct
 
@@ -31,26 +30,20 @@ from ecshare.router.fleet.retries import Attempt, Retries
 from ecshare.router.http.bodies import Payload
 from ecshare.router.http.context import RequestContext
 from ecshare.router.options.config import RouterConfig
-from ecshare.router.reuse import BoundedCache
 from ecshare.router.siblings import Siblings
 from ecshare.router.stages import plan
 from ecshare.router.stages.decode import Decode
 from ecshare.router.stages.limits import StageLimits
+from ecshare.router.stages.reports import KEPT_S, ON_ITS_WAY_S, ReportIndex
 from ecshare.router.types import Stage
 from ecshare.store.threads import end_all
 
 logger = logging.getLogger(__name__)
 
-_TOPIC = "prefilled"
-_MAX_ENTRIES = 1_000_000
 _ENTRY_BYTES = 500
 _CHARS_A_TOKEN = 4
-_KEPT_S = 3600.0
-"""P is asked again after so long: the store may have lost the KV, and D may store none."""
 _MUCH = 0.5
 """D was not served by the store if it has computed more than this share of a known prompt."""
-_ON_ITS_WAY_S = 10.0
-"""So long after P's answer D is told what P announced, and waits for it. Later D finds it."""
 
 
 class Known(NamedTuple):
@@ -81,9 +74,7 @@ class PrefilledPrompts:
         siblings: Siblings,
     ) -> None:
         """`max_new_tokens`: how much text D may compute itself, estimated."""
-        self._siblings = siblings
-        siblings.hear(_TOPIC, self._hear)
-        self._index: BoundedCache[bytes, _Stored] = BoundedCache(_MAX_ENTRIES, max_bytes)
+        self._index = ReportIndex("prefilled", _Stored, lambda _: _ENTRY_BYTES, max_bytes, siblings)
         self._max_new_chars = _CHARS_A_TOKEN * max_new_tokens
         self._clock_s = clock_s
         self._num_asked = 0
@@ -110,9 +101,9 @@ class PrefilledPrompts:
     def _known(self, stored: _Stored, new_chars: int) -> Known | None:
         age_s = self._clock_s() - stored.stored_s
         missing_chars = stored.missing_chars + new_chars
-        if age_s >= _KEPT_S or missing_chars > self._max_new_chars:
+        if age_s >= KEPT_S or missing_chars > self._max_new_chars:
             return None
-        is_on_its_way = age_s < _ON_ITS_WAY_S and not new_chars and stored.hand_over
+        is_on_its_way = age_s < ON_ITS_WAY_S and not new_chars and stored.hand_over
         return Known(missing_chars, stored.hand_over if is_on_its_way else None)
 
     def note_prefilled(self, turns: list[Turn], answer: Request) -> None:
@@ -162,13 +153,12 @@ class PrefilledPrompts:
         stored = self._index.get(turns[-1].digest) if turns else None
         if stored is not None and stored.answer_bytes != num_bytes:
             stored.answer_bytes = num_bytes
-            self._tell(turns, stored)
+            self._index.remember(turns[-1].digest, stored)
 
     def forget(self, turns: list[Turn]) -> None:
         """Have P asked for this prompt again."""
         for turn in turns:
-            self._index.discard(turn.digest)
-            self._siblings.tell(_TOPIC, turn.digest, None)
+            self._index.forget(turn.digest)
 
     def status(self) -> dict[str, int]:
         """Return counts for the status page."""
@@ -176,25 +166,11 @@ class PrefilledPrompts:
             "asked": self._num_asked,
             "avoided": self._num_avoided,
             "lost": self._num_lost,
-            "remembered": len(self._index),
-            "memory": self._index.num_bytes,
-            "evicted": self._index.num_evicted,
+            **self._index.status(),
         }
 
     def _note(self, turns: list[Turn], missing_chars: int, hand_over: Request) -> None:
-        stored = _Stored(missing_chars, hand_over, self._clock_s())
-        self._index.put(turns[-1].digest, stored, _ENTRY_BYTES)
-        self._tell(turns, stored)
-
-    def _tell(self, turns: list[Turn], stored: _Stored) -> None:
-        if self._siblings.are_there:
-            self._siblings.tell(_TOPIC, turns[-1].digest, msgspec.msgpack.encode(stored))
-
-    def _hear(self, digest: bytes, stored: bytes | None) -> None:
-        if stored is None:
-            self._index.discard(digest)
-        else:
-            self._index.put(digest, msgspec.msgpack.decode(stored, type=_Stored), _ENTRY_BYTES)
+        self._index.remember(turns[-1].digest, _Stored(missing_chars, hand_over, self._clock_s()))
 
 
 class Prefill:
