@@ -34,6 +34,7 @@ from ecshare.store.keys import Key
 from ecshare.store.loops import new_loop
 from ecshare.store.objects import ObjectStore
 from ecshare.store.open import open_store
+from ecshare.store.threads import end_all
 from ecshare.transfer.announced.absence_notes import AbsenceNotes
 from ecshare.transfer.client.store_client import StoreClient
 from ecshare.transfer.closing import ClosingTime
@@ -376,10 +377,7 @@ class JobService:
     async def end(self) -> None:
         """Cancel the jobs that have not ended, and close the store."""
         jobs = [handle.task for handle in self._serving if handle.task]
-        tasks = [*jobs, *self._start.tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_all([*jobs, *self._start.tasks])
         with suppress(StoreError):
             await self._client.close()
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreBusy, StoreError
 from ecshare.store.keys import Key
 from ecshare.store.objects import Buffer, ObjectStore
+from ecshare.store.threads import end_all
 from ecshare.transfer.client.breaker import CircuitBreaker, DamagedKeys, Verdict, Verdicts
 from ecshare.transfer.client.priority import Admission, Priority
 
@@ -73,10 +74,7 @@ class StoreClient:
         Raises:
             StoreError: as the store.
         """
-        operations = [*self._operations]
-        for operation in operations:
-            operation.cancel()
-        await asyncio.gather(*operations, return_exceptions=True)
+        await end_all(self._operations)
         await self._store.close()
 
     async def ask(
