@@ -125,7 +125,8 @@ def test_epoch_that_is_read_together_with_the_answer_counts(
     def answers_now(question: int) -> bool:
         if threading.current_thread() is threading.main_thread():
             begin(server, 9)
-            wait_until(lambda: reader.number == 9)
+            # The reader's thread sets one after the other.
+            wait_until(lambda: reader.number == 9 and has_answered(question))
         return has_answered(question)
 
     engine.epochs.reset()
