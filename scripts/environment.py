@@ -29,6 +29,9 @@ TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 # vLLM works without them; CUDA builds beside torch's CPU build do not load, and then transformers
 # does not either.
 UNNEEDED = ("torchaudio", "torchcodec")
+# Compiled by all cores at once. Else each of the first engines, which start together, compiles for
+# half a minute what the others compile too.
+LARGE = ("torch", "transformers", "vllm")
 # Older ones, as of Python 3.11, take 20 s longer to compare the files of an index with what fits.
 PIP = "pip>=25"
 NEEDED_GB = 6
@@ -103,7 +106,16 @@ class Environment:
         self._pip(
             "installing vLLM and the rest (about two minutes)", *self.requirements, index=index
         )
+        packages = self._packages()
+        with suppress(StepFailed):  # torch has a file that only newer Pythons can read
+            large = [packages / each for each in LARGE if (packages / each).is_dir()]
+            command = (self.python, "-m", "compileall", "-q", "-j", "0", *large)
+            self._run(f"compiling {', '.join(LARGE)}", *command)
         self._mend()
+
+    def _packages(self) -> Path:
+        """Return the folder of installed packages."""
+        return next((self.folder / "lib").glob("python*/site-packages"))
 
     def _check_room(self) -> None:
         free_gb = shutil.disk_usage(self.folder.parent).free / 1e9
@@ -141,7 +153,7 @@ class Environment:
     def _mend(self) -> None:
         """Make a torchvision of the wrong kind importable; remove what vLLM can do without."""
         if not self._imports("torchvision"):
-            packages = next((self.folder / "lib").glob("python*/site-packages"))
+            packages = self._packages()
             shutil.copy(MEND, packages)
             (packages / f"{MEND.stem}.pth").write_text(f"import {MEND.stem}\n")
             if not self._imports("torchvision"):
@@ -160,7 +172,8 @@ class Environment:
     def _pip(self, what: str, *requirements: str, index: str = "") -> None:
         """Have pip install `requirements`, also from `index` if there is one.
 
-        Python compiles what is imported, once. pip would compile all, of which little is.
+        Python compiles what is imported, once. pip would compile all, of which little is, on one
+        core; see LARGE for the rest.
         """
         extra = ("--extra-index-url", index) if index else ()
         pinned = ("--constraint", self.constraints) if self.constraints else ()

@@ -209,6 +209,7 @@ def test_router_extra_is_small_and_enough_to_answer(
             assert json.load(reply) == answer
 
 
+@pytest.mark.nightly
 def test_spans_need_only_otel_extra(wheel: str, empty: Empty) -> None:
     arguments = ("--decoder=http://127.0.0.1:9", "--otlp-traces-endpoint=http://127.0.0.1:9")
     begins = f"from ecshare.router.options.arguments import parse_arguments as p; p({arguments!r})"
@@ -235,6 +236,7 @@ def test_s3_extra_keeps_installed_boto3_and_reaches_s3(
     assert "stores, returns and removes objects" in said
 
 
+@pytest.mark.nightly
 def test_s3fs_extra_reaches_s3_without_obstore(
     wheel: str, empty: Empty, seaweed: SeaweedFS
 ) -> None:
@@ -252,6 +254,7 @@ def test_azure_extra_reaches_azure(wheel: str, empty: Empty, azurite: Azurite) -
     assert "stores, returns and removes objects" in _checked(ran)
 
 
+@pytest.mark.nightly
 def test_gcs_extra_reaches_google_storage(wheel: str, empty: Empty, gcs: BadS3) -> None:
     empty.install(f"{wheel}[gcs]", *PINNED)
     ran = empty.doctor(f"gs://{BUCKET}/wheel", endpoint_url=gcs.endpoint, token="anon")

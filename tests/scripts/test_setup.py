@@ -29,7 +29,12 @@ class Library:
     def __init__(self, *names): pass
     def define(self, schema): self.defined.append(schema)
 """
-CPU = {"torch/__init__.py": "", "torch/library.py": TORCH_LIBRARY}
+CPU = {
+    "torch/__init__.py": "",
+    "torch/library.py": TORCH_LIBRARY,
+    "torch/not_imported.py": "",
+    "torch/for_newer_pythons.py": "def broken(",
+}
 # A CUDA build beside torch's CPU build: its import fails unless it was mended.
 CUDA_VISION = """
 from torch.library import Library
@@ -194,6 +199,7 @@ def test_pytorchs_index_is_not_asked_if_pip_has_a_cpu_build(
     assert ended.returncode == 0, ended.stderr
     assert "mended with a .pth file" in ended.stdout
     assert is_mended(project)
+    assert any((project / ".venv").rglob("not_imported.*.pyc"))
     run_in_venv(project, "import torchvision, vllm")
     assert run_in_venv(
         project, "import importlib.util as u; print(u.find_spec('torchaudio'))"
