@@ -75,13 +75,17 @@ class Threads:
         """
         return await asyncio.get_running_loop().run_in_executor(self._executor, call, *args)
 
-    async def each(self, call: Callable[[A], R], items: Sequence[A]) -> list[R]:
+    async def each(
+        self, call: Callable[[A], R], items: Sequence[A], num_together: int = 1
+    ) -> list[R]:
         """Return `[call(item) for item in items]`, spread over the threads.
+
+        `num_together`: so many calls take less time in one thread than in two.
 
         Raises:
             Exception: any error of `call`.
         """
-        num_threads = min(self._limit, len(items))
+        num_threads = min(self._limit, -(-len(items) // num_together))
         if num_threads == 0:
             return []
 

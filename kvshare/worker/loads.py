@@ -4,6 +4,7 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -35,6 +36,9 @@ _LONGEST_PAUSE_S = 0.05
 # More than the store is asked for at once, so that it is never idle. No more than this, because an
 # object's time-out begins when its fetch is submitted, and should not pass in a queue.
 _MAX_BYTES = 256 << 20
+# An entry of the host cache that is younger is being stored by the engine that has written it: to
+# ask the store for it would cost each hand-over to D more than the copy to the blocks.
+_BEING_STORED_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +128,8 @@ class _Wanted:
     """How many of `waiters` there were when it was copied. Later ones need another fetch."""
     misfit: str = ""
     """Why it cannot be used, as the reason for a miss."""
+    may_be_unstored: bool = False
+    """It came from this host's cache, and has been there for a while."""
     job: Fetch = field(init=False)
     handle: Handle[StoredObject] = field(init=False)
 
@@ -273,7 +279,8 @@ class Loads:
         `keeps_prefix`: vLLM can keep the blocks before a piece that failed. It cannot for layers
         with a window, for which it has not reserved the earlier blocks, and if there are several
         cache groups, for which it cannot be told of single blocks.
-        `backfill`: called with each object that was fetched from this host's cache alone.
+        `backfill`: called with each object that was fetched from this host's cache alone and has
+        been there for some seconds.
         """
         self._config = config
         self._stats = engine.stats
@@ -387,6 +394,9 @@ class Loads:
     def _copy(self, wanted: _Wanted, stored: StoredObject) -> None:
         """Copy an object to the blocks of all loads that wait for it now. Load thread."""
         wanted.misfit = self._writer.write(wanted.piece, stored, wanted.claim)
+        with suppress(OSError):
+            entry = stored.entry
+            wanted.may_be_unstored = entry is not None and entry.age_s >= _BEING_STORED_S
 
     def _arrived(self, wanted: _Wanted, done: Done[StoredObject]) -> None:
         """Record the end of a fetch for all loads that wait for it, and ask for what is next."""
@@ -409,7 +419,8 @@ class Loads:
                 self._ask(load)
             self._end_if_complete(load)
         self._fetches.submit_next()
-        if self._backfill is not None and [each.tier for each in done.moved] == [Tier.HOST]:
+        is_from_host = [each.tier for each in done.moved] == [Tier.HOST]
+        if self._backfill is not None and is_from_host and wanted.may_be_unstored:
             self._backfill(wanted.job.key, wanted.piece)
 
     def _fill(self, load: _Load, number: int) -> None:

@@ -70,6 +70,15 @@ class Entry:
         self._body = memoryview(mapped or b"")
 
     @property
+    def age_s(self) -> float:
+        """Return how long ago its bytes were written.
+
+        Raises:
+            OSError: the file system does not say.
+        """
+        return time.time() - os.fstat(self._fd).st_mtime
+
+    @property
     def body(self) -> memoryview:
         """Return the object, read-only. A view that outlives the entry keeps the bytes mapped, but
         not pinned in the cache."""

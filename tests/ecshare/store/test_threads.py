@@ -47,6 +47,23 @@ async def test_each_uses_all_threads(threads: Threads) -> None:
     assert await threads.each(lambda _: gather_all.wait(30) >= 0, range(6)) == [True] * 6
 
 
+@pytest.mark.parametrize(("num_items", "num_threads"), [(1, 1), (4, 1), (5, 2), (99, 3)])
+async def test_each_uses_one_thread_for_what_takes_less_time_together(
+    threads: Threads, num_items: int, num_threads: int
+) -> None:
+    wait = threading.Barrier(num_threads)
+    used: set[int] = set()
+
+    def call(item: int) -> int:
+        if threading.get_ident() not in used:
+            used.add(threading.get_ident())
+            wait.wait(30)
+        return item
+
+    assert await threads.each(call, range(num_items), 4) == [*range(num_items)]
+    assert len(used) == num_threads
+
+
 async def test_both_uses_two_threads(threads: Threads) -> None:
     met = threading.Barrier(2)
     await threads.run(threads.both, lambda: met.wait(30), lambda: met.wait(30))

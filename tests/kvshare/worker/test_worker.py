@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker half alone, with real tensors and a real store: blocks and reports."""
 
+import os
 import threading
 import time
 from collections import Counter
@@ -253,19 +254,23 @@ def test_failed_save_leaves_the_host_cache_off_the_hooks_thread(
     assert source.engine.host.open(object_key(Kind.KV, NAMESPACE, bytes(A), "t0of1")) is None
 
 
-@pytest.mark.parametrize("saves", [True, False])
-def test_chunk_only_in_the_host_cache_is_stored_by_its_reader(tmp_path: Path, saves: bool) -> None:
-    """Its writer was killed before the upload ended."""
+@pytest.mark.parametrize(("saves", "age_s"), [(True, 10.0), (True, 0.0), (False, 10.0)])
+def test_chunk_only_in_the_host_cache_is_stored_by_its_reader(
+    tmp_path: Path, saves: bool, age_s: float
+) -> None:
+    """Its writer was killed before the upload ended. What is new is being stored by its writer."""
     folder, cache = f"file://{tmp_path}/store", tmp_path / "host"
     writer, reader = Host(cache, url=folder), Host(cache, url=folder, saves=saves)
     writer.save(block(A, TOKENS, 3))
     (path,) = (tmp_path / "store").rglob("*.t0of1")
     whole = path.read_bytes()
     path.unlink()
+    for entry in cache.rglob("*.t0of1"):
+        os.utime(entry, (time.time() - age_s,) * 2)
     reader.load("r", block(A, TOKENS, 1))
     assert reader.settle() == Finished({"r"})
-    assert path.exists() is saves
-    if saves:
+    assert path.exists() is (saves and age_s > 0)
+    if path.exists():
         assert path.read_bytes() == whole
         path.unlink()
         reader.load("again", block(A, TOKENS, 1))

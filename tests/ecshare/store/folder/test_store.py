@@ -3,6 +3,8 @@ import asyncio
 import errno
 import multiprocessing
 import os
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -55,6 +57,32 @@ async def test_object_is_readable_by_its_user_or_group(
     stored = tmp_path / "store" / KEY
     assert stored.stat().st_mode & 0o777 == mode
     assert files(stored.parent) == [stored.name]
+
+
+@pytest.mark.parametrize(("look_s", "num_threads"), [(0.0, 1), (0.001, 8)])
+async def test_threads_of_a_look_up_fit_the_latency_of_the_file_system(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch, look_s: float, num_threads: int
+) -> None:
+    """On a local disk another thread costs more than it saves, over a network it saves more."""
+    lexists, has_file = os.path.lexists, store._has_file
+    used: set[int] = set()
+
+    def slow(path: str) -> bool:
+        time.sleep(look_s)
+        return lexists(path)
+
+    def noted(key: Key) -> bool:
+        used.add(threading.get_ident())
+        time.sleep(0.002)  # so that the other threads begin before this one has done all
+        return has_file(key)
+
+    monkeypatch.setattr(os.path, "lexists", slow if look_s else lexists)
+    monkeypatch.setattr(store, "_has_file", noted)
+    await store.put(KEY, b"body")
+    used.clear()
+    keys = [Key(f"{KEY}.{number}") for number in range(11)]
+    assert await store.exists([*keys, KEY]) == [False] * 11 + [True]
+    assert len(used) == num_threads
 
 
 async def test_failed_write_leaves_no_file(
