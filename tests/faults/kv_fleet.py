@@ -18,8 +18,8 @@ WORDS = (
     "what is to be seen here, and where? Tell of the sea, the wind and the stars, "
     "and of an old stone house by the road. "
 ) * 4
-NUM_OBJECTS = 4
-"""Objects of a prompt: two whole chunks, a tail and, as no answer fills a block, a part of it."""
+NUM_OBJECTS = 3
+"""Objects of a prompt: two whole chunks and a tail."""
 _MISSES = "kvshare_misses/"
 DROPPED = "kvshare_blocks/dropped"
 FAILED = "kvshare_blocks/failed"
