@@ -9,18 +9,22 @@ import importlib.util
 import json
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from ecshare.router.stages import plan
+from lab import model_cache
+from lab.servers.engine_forks import EngineForks
 from lab.servers.engines import EngineProcess, kv_argument
 from lab.servers.openai_client import counters
 from lab.servers.processes import Port
 from lab.servers.router import RouterProcess
-from tests.conftest import LOGS, StartEngine
-from tests.engines.chat import Answer, complete, counting, stored_kv, wait_until
+from tests.conftest import CACHE, LOGS, StartEngine, engines
+from tests.engines.chat import Answer, complete, counting, is_certain, stored_kv, wait_until
 
 pytestmark = [
     pytest.mark.engine,
@@ -70,8 +74,8 @@ class Fleet(NamedTuple):
         assert by_nixl(self.d) + by_nixl(self.second_d) > before
 
 
-def prompt_of(seed: int) -> list[int]:
-    return [(seed * 37 + 7 * place + place // 9) % 200 + 20 for place in range(LENGTH)]
+def prompt_of(seed: int, length: int = LENGTH) -> list[int]:
+    return [(seed * 37 + 7 * place + place // 9) % 200 + 20 for place in range(length)]
 
 
 def by_nixl(engine: EngineProcess) -> float:
@@ -228,3 +232,28 @@ def test_a_store_that_fails_does_not_hinder_nixl(fleet: Fleet) -> None:
     fleet.p.kill()
     answer = fleet.decode(prompt, params)
     assert answer.tokens == fleet.expected(prompt).tokens, "D has computed it"
+
+
+def test_hybrid_is_handed_over_with_its_states(
+    tmp_path_factory: pytest.TempPathFactory, forks: EngineForks
+) -> None:
+    """NIXL of vLLM 0.32 hands over the states of GDN layers; those of LFM2 it refuses at start."""
+    root = tmp_path_factory.mktemp("direct-hybrid")
+    model = model_cache.model(CACHE / "models", "qwen3.5-text")
+    # GDN kernels of a CPU take bfloat16 only, with which few answers are certain.
+    options = ("--dtype=bfloat16", "--block-size=640")
+    with engines(LOGS / f"{__name__}.hybrid", model, forks) as engine:
+        plain = engine("plain", *options)
+        p, d = (with_nixl(engine, name, root, *options) for name in ("p", "d"))
+        for each in (plain, p, d):
+            each.wait_ready()
+        prompts = (prompt_of(seed, length) for seed in range(100) for length in (1500, 2000))
+        certain = [*islice(filter(partial(is_certain, plain), prompts), 2)]
+        assert len(certain) == 2
+        stages = {"prefiller": [p], "decoder": [d]}
+        with RouterProcess("router", LOGS, stages, ["--hand-over=direct"]) as router:
+            for prompt in certain:
+                before = by_nixl(d)
+                own = complete(router, p.model, prompt, ANSWER_TOKENS)
+                assert own.tokens == complete(plain, p.model, prompt, ANSWER_TOKENS).tokens
+                assert by_nixl(d) > before
