@@ -107,10 +107,10 @@ class Environment:
             "installing vLLM and the rest (about two minutes)", *self.requirements, index=index
         )
         packages = self._packages()
+        large = [packages / each for each in LARGE if (packages / each).is_dir()]
         with suppress(StepFailed):  # torch has a file that only newer Pythons can read
-            large = [packages / each for each in LARGE if (packages / each).is_dir()]
-            command = (self.python, "-m", "compileall", "-q", "-j", "0", *large)
-            self._run(f"compiling {', '.join(LARGE)}", *command)
+            compiles = ("-m", "compileall", "-q", "-j", "0")
+            self._run(f"compiling {', '.join(LARGE)}", self.python, *compiles, *large)
         self._mend()
 
     def _packages(self) -> Path:
