@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 import asyncio
 import errno
+import itertools
 import multiprocessing
 import os
-import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,30 +59,28 @@ async def test_object_is_readable_by_its_user_or_group(
     assert files(stored.parent) == [stored.name]
 
 
-@pytest.mark.parametrize(("look_s", "num_threads"), [(0.0, 1), (0.001, 8)])
+@pytest.mark.parametrize(("look_s", "num_together"), [(1e-5, 30), (1e-3, 1)])
 async def test_threads_of_a_look_up_fit_the_latency_of_the_file_system(
-    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch, look_s: float, num_threads: int
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch, look_s: float, num_together: int
 ) -> None:
     """On a local disk another thread costs more than it saves, over a network it saves more."""
-    lexists, has_file = os.path.lexists, store._has_file
-    used: set[int] = set()
+    clock_s = itertools.count(0.0, look_s)
+    clock = SimpleNamespace(perf_counter=lambda: next(clock_s))
+    monkeypatch.setattr("ecshare.store.folder.store.time", clock)
+    given: list[int] = []
+    each = store._threads.each
 
-    def slow(path: str) -> bool:
-        time.sleep(look_s)
-        return lexists(path)
+    async def noted(call: Any, keys: Any, num_together: int) -> Any:
+        given.append(num_together)
+        return await each(call, keys, num_together)
 
-    def noted(key: Key) -> bool:
-        used.add(threading.get_ident())
-        time.sleep(0.002)  # so that the other threads begin before this one has done all
-        return has_file(key)
-
-    monkeypatch.setattr(os.path, "lexists", slow if look_s else lexists)
-    monkeypatch.setattr(store, "_has_file", noted)
+    monkeypatch.setattr(store._threads, "each", noted)
     await store.put(KEY, b"body")
-    used.clear()
     keys = [Key(f"{KEY}.{number}") for number in range(11)]
-    assert await store.exists([*keys, KEY]) == [False] * 11 + [True]
-    assert len(used) == num_threads
+    for _ in range(2):
+        assert await store.exists([*keys, KEY]) == [False] * 11 + [True]
+    assert given == [pytest.approx(num_together, abs=1)] * 2
+    assert next(clock_s) == pytest.approx(6 * look_s), "it is measured once"
 
 
 async def test_failed_write_leaves_no_file(
