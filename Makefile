@@ -75,8 +75,9 @@ unit: setup
 	$(BIN)/python -m pytest -q -m "not engine and not packaging and not browser and not nightly" \
 		-n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# The wheel with each extra in an empty environment: a minute, and a package index. To collect the
-# other tests takes longer than to run some of these: tests/conftest.py refuses such tests elsewhere.
+# The wheel with its most used extras in empty environments: a minute, and a package index. To
+# collect the other tests takes longer than to run some of these: tests/conftest.py refuses such
+# tests elsewhere.
 PACKAGING_TESTS := tests/packaging
 packaging: setup
 	$(BIN)/python -m pytest -q -m "packaging and not nightly" $(PACKAGING_TESTS)
