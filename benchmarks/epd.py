@@ -3,9 +3,10 @@
 
 Ours, and vLLM's own example connectors behind vLLM's own example proxy, on this CPU, in turns and
 with the same requests: new pictures, then four of five requests that were asked before, then all
-of them again. The last ones also go to one engine alone, whose own cache has them: no split can
-answer them for less. Medians over the rounds. Then requests that arrive at half the rate that
-vLLM's stack has reached, whether they are answered or not: how long does the first token take?
+of them again. The last ones also go to one engine alone, which has answered them before. Of its own
+caches only those of a few pictures (`--quick`) keep all that it needs: else it encodes again.
+Medians over the rounds. Then requests that arrive at half the rate that vLLM's stack has reached,
+whether they are answered or not: how long does the first token take?
 
     python -m benchmarks.epd --proxy disagg_epd_proxy.py
     python -m benchmarks.epd --proxy disagg_epd_proxy.py --executor mp

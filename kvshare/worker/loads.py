@@ -129,7 +129,7 @@ class _Wanted:
     misfit: str = ""
     """Why it cannot be used, as the reason for a miss."""
     may_be_unstored: bool = False
-    """It came from this host's cache, and has been there for a while."""
+    """It has been in this host's cache for a while."""
     job: Fetch = field(init=False)
     handle: Handle[StoredObject] = field(init=False)
 
