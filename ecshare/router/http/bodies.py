@@ -323,14 +323,21 @@ async def _received(http: web.Request, config: RouterConfig, reservation: Reserv
             raise too_large(config)
         reservation.expect(length)  # refuse at once rather than half-way
     body = bytearray()
+
+    def add(chunk: bytes) -> None:
+        reservation.take(len(chunk))
+        body.extend(chunk)
+        if len(body) > config.max_body_bytes:
+            raise too_large(config)
+
+    if http.content.is_eof():  # it has come with its head: no time limit is needed
+        add(http.content.read_nowait())
+        return body
     try:
         async with asyncio.timeout(config.client_timeout_s) as deadline:
             latest_s = deadline.when() or 0.0
             while chunk := await http.content.readany():
-                reservation.take(len(chunk))
-                body += chunk
-                if len(body) > config.max_body_bytes:
-                    raise too_large(config)
+                add(chunk)
                 if len(body) != length:
                     deadline.reschedule(latest_s + len(body) / SLOWEST_BYTES_A_S)
     except TimeoutError as exc:
