@@ -71,7 +71,7 @@ ALLOWED = {
     "ecshare.router.api": STORE | ROUTER_LEAVES,
     "ecshare.router.options": STORE | ROUTER_LEAVES,
     "ecshare.router.types": set(),
-    "ecshare.router.reuse": set(),
+    "ecshare.router.reuse": {"ecshare.router.siblings"},
     "ecshare.router.siblings": set(),
     "ecshare.testing": STORE,
     "ecshare.cli": STORE | {"ecshare.commands", "ecshare.doctor", "ecshare.router"},

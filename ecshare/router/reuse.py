@@ -1,10 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results that requests share: those kept in memory, and those of work in progress."""
+"""Results that requests share: those kept in memory, those that all workers of the router remember,
+and those of work in progress.
+"""
 
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Generic, TypeVar
+
+import msgspec
+
+from ecshare.router.siblings import Siblings
+
+ON_ITS_WAY_S = 10.0
+"""So long after an engine's report what it tells of may be on its way. Later it is stored, or
+lost."""
+KEPT_S = 3600.0
+"""An engine is asked again after so long: the store may have lost what it has reported."""
+_MAX_REPORTS = 1_000_000
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -53,6 +66,57 @@ class BoundedCache(Generic[K, V]):
         """Forget a value, if there is one."""
         if key in self._entries:
             self.num_bytes -= self._entries.pop(key)[1]
+
+
+class ReportIndex(BoundedCache[bytes, V]):
+    """What engines have reported to be stored, by digest. Belongs to the event loop's thread."""
+
+    def __init__(
+        self,
+        topic: str,
+        kind: type[V],
+        size_of: Callable[[V], int],
+        max_bytes: int,
+        siblings: Siblings,
+    ) -> None:
+        """`topic`: what siblings call it. `kind`: of a report, for msgpack. `size_of`: returns how
+        much memory one takes, about."""
+        super().__init__(_MAX_REPORTS, max_bytes)
+        self._topic = topic
+        self._kind = kind
+        self._size_of = size_of
+        self._siblings = siblings
+        siblings.hear(topic, self._hear)
+
+    def remember(self, key: bytes, report: V) -> None:
+        """Keep a report, in place of a former one, and tell the siblings."""
+        self.put(key, report, self._size_of(report))
+        self.announce(key, report)
+
+    def announce(self, key: bytes, report: V) -> None:
+        """Tell the siblings of a report that is kept, and may have changed."""
+        if self._siblings.are_there:
+            self._siblings.tell(self._topic, key, msgspec.msgpack.encode(report))
+
+    def forget(self, key: bytes) -> None:
+        """Forget a report, if there is one, and tell the siblings."""
+        self.discard(key)
+        self._siblings.tell(self._topic, key, None)
+
+    def status(self) -> dict[str, int]:
+        """Return counts for the status page."""
+        return {
+            "remembered": len(self),
+            "memory": self.num_bytes,
+            "evicted": self.num_evicted,
+        }
+
+    def _hear(self, key: bytes, told: bytes | None) -> None:
+        if told is None:
+            self.discard(key)
+        else:
+            report = msgspec.msgpack.decode(told, type=self._kind)
+            self.put(key, report, self._size_of(report))
 
 
 class SingleFlight(Generic[K, V]):

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 from json import detect_encoding
 
 import msgspec
+import pybase64
 from aiohttp import hdrs, web
 
 from ecshare.router.api.client_request import too_deep
@@ -202,16 +203,27 @@ async def _runs(body: bytearray) -> AsyncIterator[tuple[int, int]]:
     """Yield the offsets of the first and the last whole block of each run."""
     first: int | None = None
     for start in range(0, len(body), _BLOCK_BYTES):
-        if start // _BLOCK_BYTES % _BLOCKS_AT_ONCE == 0:
+        if start and start // _BLOCK_BYTES % _BLOCKS_AT_ONCE == 0:
             await asyncio.sleep(0)
         block = body[start : start + _BLOCK_BYTES]
-        if len(block) == _BLOCK_BYTES and _OTHER not in block.translate(_OTHERS):
+        if len(block) == _BLOCK_BYTES and _is_base64(block):
             first = start if first is None else first
         elif first is not None:
             yield first, start - _BLOCK_BYTES
             first = None
     if first is not None:
         yield first, (len(body) // _BLOCK_BYTES - 1) * _BLOCK_BYTES
+
+
+def _is_base64(block: bytes | bytearray) -> bool:
+    """Tell whether a block has no other character. To decode it takes a tenth of the time that a
+    look at each character takes, which decides where it has padding in the middle.
+    """
+    try:
+        pybase64.b64decode(block, validate=True)
+    except ValueError:
+        return _OTHER not in block.translate(_OTHERS)
+    return True
 
 
 def _start(body: bytearray, block: int) -> int:

@@ -17,12 +17,11 @@ from ecshare.router.fleet.retries import Attempt, Retries
 from ecshare.router.http.bodies import Payload
 from ecshare.router.http.context import RequestContext
 from ecshare.router.options.config import RouterConfig
-from ecshare.router.reuse import SingleFlight
+from ecshare.router.reuse import KEPT_S, ON_ITS_WAY_S, ReportIndex, SingleFlight
 from ecshare.router.siblings import Siblings
 from ecshare.router.stages import plan
 from ecshare.router.stages.limits import Slot, StageLimits
 from ecshare.router.stages.plan import Metadata
-from ecshare.router.stages.reports import KEPT_S, ON_ITS_WAY_S, ReportIndex
 from ecshare.router.types import Stage, Work
 from ecshare.store.threads import gather_all
 

@@ -30,11 +30,11 @@ from ecshare.router.fleet.retries import Attempt, Retries
 from ecshare.router.http.bodies import Payload
 from ecshare.router.http.context import RequestContext
 from ecshare.router.options.config import RouterConfig
+from ecshare.router.reuse import KEPT_S, ON_ITS_WAY_S, ReportIndex
 from ecshare.router.siblings import Siblings
 from ecshare.router.stages import plan
 from ecshare.router.stages.decode import Decode
 from ecshare.router.stages.limits import StageLimits
-from ecshare.router.stages.reports import KEPT_S, ON_ITS_WAY_S, ReportIndex
 from ecshare.router.types import Stage
 from ecshare.store.threads import end_all
 
@@ -153,7 +153,7 @@ class PrefilledPrompts:
         stored = self._index.get(turns[-1].digest) if turns else None
         if stored is not None and stored.answer_bytes != num_bytes:
             stored.answer_bytes = num_bytes
-            self._index.remember(turns[-1].digest, stored)
+            self._index.announce(turns[-1].digest, stored)
 
     def forget(self, turns: list[Turn]) -> None:
         """Have P asked for this prompt again."""
