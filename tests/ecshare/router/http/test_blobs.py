@@ -62,6 +62,14 @@ async def test_pictures_stay_out_of_the_json(size: int, shift: int) -> None:
     assert (len(short) < shift + 200) is (size > 16 * KIB)
 
 
+@pytest.mark.parametrize("inner", ["=", "==", "=AA", "=" * 20_000])
+async def test_padding_in_the_middle_ends_no_text(inner: str) -> None:
+    body = json.dumps({"text": "A" * 50_000 + inner + "A" * 50_000}).encode()
+    short, whole = await through(body)
+    assert whole == body.replace(b": ", b":")
+    assert len(short) < 200
+
+
 @pytest.mark.parametrize(
     "body",
     [

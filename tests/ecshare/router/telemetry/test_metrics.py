@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from prometheus_client import Metric
+from prometheus_client import CollectorRegistry, Histogram, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ecshare.router.api.chat import CHAT
-from ecshare.router.http.context import OUTCOMES, STATUS_CLASSES
+from ecshare.router.http.bodies import MemoryBudget
+from ecshare.router.http.context import OUTCOMES, STATUS_CLASSES, EngineCall
+from ecshare.router.telemetry.metrics import RouterMetrics, Sources
+from ecshare.router.types import Stage
 from tests.ecshare.router.fake_engine import (
     LOOPBACK,
     PNG,
@@ -302,6 +305,33 @@ async def test_routers_in_one_process_count_apart() -> None:
         name = f"answers_total{{route={CHAT},status=2xx}}"
         assert (await samples(one))[name] == 1
         assert (await samples(other))[name] == 0
+
+
+def test_times_are_shown_as_prometheus_client_would_show_them() -> None:
+    fields = ("asked", "avoided", "waiting", "remembered", "memory", "evicted")
+    downloads = ("fetched", "unchanged", "shared", "refused", "waiting")
+    counts = {name: dict.fromkeys(fields, 0) for name in ("encodes", "prefills")}
+    known = {**counts, "downloads": dict.fromkeys(downloads, 0), "fallbacks": 0}
+    metrics = RouterMetrics(Sources({}, MemoryBudget(1), lambda: known, shows_urls=False))
+    context: Any = None  # not read
+    times_s = (0.001, 0.005, 0.0051, 0.3, 0.5, 1, 299.9, 1e4)
+    for took_s in times_s:
+        call = EngineCall(Stage.DECODE, "decode-1", began_s=1.0, ended_s=1.0 + took_s, outcome="ok")
+        metrics.call_ended(context, call)
+    (family,) = (
+        each
+        for each in text_string_to_metric_families(metrics.exposed("")[0].decode())
+        if each.name == PREFIX + "call_seconds"
+    )
+    limits = [float(each.labels["le"]) for each in family.samples if "le" in each.labels]
+    registry = CollectorRegistry()
+    theirs = Histogram(
+        family.name, family.documentation, ["stage"], buckets=limits, registry=registry
+    )
+    for took_s in times_s:
+        theirs.labels("decode").observe(1.0 + took_s - 1.0)
+    (expected, *_) = text_string_to_metric_families(generate_latest(registry).decode())
+    assert family == expected
 
 
 async def test_the_page_lists_exactly_the_metrics_that_there_are() -> None:
