@@ -12,14 +12,14 @@ from benchmarks import router_paths, trace_paths
 MOST = {"save": (12, 28, 0), "fetch": (11, 39, 0), "KV load": (23, 86, 12)}
 # A change of file more or less depends on when answers come.
 MOST_OF_A_REQUEST = {
-    "text": (25, 155, 0),
-    "text, streamed": (25, 155, 0),
-    "new picture": (30, 245, 0),
-    "new picture, streamed": (30, 245, 0),
-    "known picture": (29, 195, 0),
-    "known picture, streamed": (29, 195, 0),
-    "asked before": (28, 150, 0),
-    "asked before, streamed": (28, 150, 0),
+    "text": (24, 150, 0),
+    "text, streamed": (24, 150, 0),
+    "new picture": (28, 235, 0),
+    "new picture, streamed": (28, 235, 0),
+    "known picture": (27, 190, 0),
+    "known picture, streamed": (27, 190, 0),
+    "asked before": (27, 145, 0),
+    "asked before, streamed": (27, 145, 0),
 }
 # Another interleaving of threads causes a few more changes of file.
 TRIES = 5
