@@ -36,7 +36,7 @@ from ecshare.router.types import Stage
 PREFIX = "ecshare_router"
 
 _BUCKETS_S = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
-_BUCKETS = [*map(floatToGoString, _BUCKETS_S), "+Inf"]
+_BUCKET_LABELS = [*map(floatToGoString, _BUCKETS_S), "+Inf"]
 
 _EVENTS = ("asked", "avoided", "lost")
 _FETCHES = ("fetched", "unchanged", "shared", "refused")
@@ -55,12 +55,13 @@ class Sources(NamedTuple):
     """Whether engines' urls are among the metrics."""
 
 
-class _Counts(Collector):
-    """A counter. That of prometheus_client is for several threads, and takes six times as long."""
+class _Counter(Collector):
+    """A counter. That of prometheus_client locks for other threads: see docs/decisions.md."""
 
-    def __init__(self, name: str, what: str, *labels: str) -> None:
+    def __init__(self, registry: CollectorRegistry, name: str, what: str, *labels: str) -> None:
         self._about = name, what, labels
         self._counts: dict[tuple[str, ...], int] = {}
+        registry.register(self)
 
     def expect(self, *labels: str) -> None:
         """Show the series with these labels from now on."""
@@ -76,13 +77,14 @@ class _Counts(Collector):
         yield _family(CounterMetricFamily, name, what, self._counts, *labels)
 
 
-class _Times(Collector):
-    """A histogram of seconds. That of prometheus_client takes twelve times as long."""
+class _Histogram(Collector):
+    """A histogram of seconds, for one thread as `_Counter`."""
 
-    def __init__(self, name: str, what: str, *labels: str) -> None:
+    def __init__(self, registry: CollectorRegistry, name: str, what: str, *labels: str) -> None:
         self._about = name, what, labels
         self._series: dict[tuple[str, ...], list[float]] = {}
         """Of each: how many were in each bucket, and in none, and the sum."""
+        registry.register(self)
 
     def expect(self, *labels: str) -> list[float]:
         """Show the series with these labels from now on. Returns it."""
@@ -99,7 +101,7 @@ class _Times(Collector):
         name, what, labels = self._about
         family = HistogramMetricFamily(f"{PREFIX}_{name}", what, labels=labels)
         for of, (*numbers, sum_s) in self._series.items():
-            family.add_metric(of, [*zip(_BUCKETS, accumulate(numbers), strict=True)], sum_s)
+            family.add_metric(of, [*zip(_BUCKET_LABELS, accumulate(numbers), strict=True)], sum_s)
         yield family
 
 
@@ -109,25 +111,25 @@ class RouterMetrics(Subscriber):
     def __init__(self, sources: Sources) -> None:
         self.num_in_progress = 0
         """Requests of clients that are not answered yet."""
-        self._registry = CollectorRegistry()
-        self._registry.register(_State(self, sources))
-        ProcessCollector(registry=self._registry)
-
-        self._answers = _Counts("answers", "Requests of clients.", "route", "status")
-        self._errors = _Counts("errors", "Errors that clients got, by kind.", "kind")
-        self._retries = _Counts("retries", "Stages that were asked again.", "stage")
-        self._calls = _Counts("calls", "Requests to engines.", "stage", "engine", "outcome")
-        self._request_s = _Times("request_seconds", "Whole completions, by path.", "path")
-        self._begin_s = _Times("first_byte_seconds", "Until a stream began, by path.", "path")
-        self._call_s = _Times("call_seconds", "Whole requests to engines.", "stage")
-        self._call_begin_s = _Times(
-            "call_first_byte_seconds", "Until an engine began to answer.", "stage"
+        self._registry = registry = CollectorRegistry()
+        registry.register(_State(self, sources))
+        ProcessCollector(registry=registry)
+        self._answers = _Counter(registry, "answers", "Requests of clients.", "route", "status")
+        self._errors = _Counter(registry, "errors", "Errors that clients got, by kind.", "kind")
+        self._retries = _Counter(registry, "retries", "Stages that were asked again.", "stage")
+        self._calls = _Counter(
+            registry, "calls", "Requests to engines.", "stage", "engine", "outcome"
         )
-        for metric in (
-            self._answers, self._errors, self._retries, self._calls,
-            self._request_s, self._begin_s, self._call_s, self._call_begin_s,
-        ):  # fmt: skip
-            self._registry.register(metric)
+        self._request_s = _Histogram(
+            registry, "request_seconds", "Whole completions, by path.", "path"
+        )
+        self._begin_s = _Histogram(
+            registry, "first_byte_seconds", "Until a stream began, by path.", "path"
+        )
+        self._call_s = _Histogram(registry, "call_seconds", "Whole requests to engines.", "stage")
+        self._call_begin_s = _Histogram(
+            registry, "call_first_byte_seconds", "Until an engine began to answer.", "stage"
+        )
         for stage, pool in sources.pools.items():
             for engine in pool:
                 self._expect_calls(stage, engine.name)
