@@ -130,6 +130,8 @@ class Phase:
 
     wall_s: float
     cpu_s: float
+    numbers: Sequence[int]
+    """Of the requests, in the order of the replies."""
     replies: Sequence[Reply]
     by_thread_s: Mapping[tuple[str, str], float]
     """CPU seconds by engine and thread."""
@@ -180,7 +182,7 @@ def main(words: Sequence[str]) -> None:
         requests = [_requests(turn, num_requests) for turn in range(rounds)]
         phases = _measure(stacks, requests, load)
         phases[ALONE, AGAIN] = _from_own_cache(plain, requests, load)
-        report.add(_table(load, list(stacks), phases, _num_other(plain, requests, phases, load)))
+        report.add(_table(load, list(stacks), phases, _num_other(plain, phases, load)))
         report.add(_by_thread(list(stacks), phases))
         rates = {
             phase: SHARE * statistics.median(each.per_s for each in phases[name, phase])
@@ -217,7 +219,7 @@ def _stacks(
             front = _front(folder, engines, None if name == OURS else proxy)
             stacks[name] = Stack(stack.enter_context(front), engines)
         for each in stacks.values():
-            _ask_all(each, [Load().request(-number) for number in range(1, CLIENTS + 1)], Load())
+            _ask_all(each, range(-CLIENTS, 0), Load())
         plain.wait_ready()
         yield stacks, plain
 
@@ -276,9 +278,8 @@ def _measure(
     }
     for turn, asked in enumerate(requests):
         for phase, numbers in asked.items():
-            bodies = [load.request(number) for number in numbers]
             for name in in_turn(list(stacks), turn):
-                found[name, phase].append(_ask_all(stacks[name], bodies, load))
+                found[name, phase].append(_ask_all(stacks[name], numbers, load))
     return found
 
 
@@ -287,57 +288,46 @@ def _from_own_cache(
 ) -> list[Phase]:
     """Ask `plain` for a few pictures at a time: once to fill its caches, then measured."""
     phases = []
-    stack, at_once = Stack(plain, ()), CLIENTS * REPEATS
+    stack = Stack(plain, ())
     for asked in requests:
-        bodies = [load.request(number) for number in _in_groups(asked[AGAIN])]
         parts = []
-        for first in range(0, len(bodies), at_once):
-            _ask_all(stack, bodies[first : first + CLIENTS], load)
-            parts.append(_ask_all(stack, bodies[first : first + at_once], load))
+        for first in range(0, len(asked[AGAIN]), CLIENTS * REPEATS):
+            few = asked[AGAIN][first : first + CLIENTS]
+            _ask_all(stack, few, load)
+            parts.append(_ask_all(stack, few * REPEATS, load))
+        numbers = [number for part in parts for number in part.numbers]
         replies = [reply for part in parts for reply in part.replies]
         wall_s, cpu_s = sum(part.wall_s for part in parts), sum(part.cpu_s for part in parts)
-        phases.append(Phase(wall_s, cpu_s, replies, {}))
+        phases.append(Phase(wall_s, cpu_s, numbers, replies, {}))
     return phases
 
 
-def _in_groups(numbers: Sequence[int]) -> list[int]:
-    """Return about as many numbers, some of them REPEATS times in turn."""
-    firsts = range(0, len(numbers), CLIENTS * REPEATS)
-    return [each for first in firsts for each in [*numbers[first : first + CLIENTS]] * REPEATS]
-
-
 def _num_other(
-    plain: EngineProcess,
-    requests: Sequence[dict[str, list[int]]],
-    found: dict[tuple[str, str], list[Phase]],
-    load: Load,
+    plain: EngineProcess, found: Mapping[tuple[str, str], Sequence[Phase]], load: Load
 ) -> dict[tuple[str, str], int]:
     """Return the number of answers that differ from those of `plain`, asked one at a time."""
-    numbers = {number for asked in requests for phase in asked.values() for number in phase}
+    numbers = {number for phases in found.values() for one in phases for number in one.numbers}
     right = {number: ask(plain.base_url, load.request(number)).token_ids for number in numbers}
     return {
-        (name, phase): sum(
+        key: sum(
             reply.tokens not in (None, right[number])
-            for asked, one in zip(requests, phases, strict=True)
-            for number, reply in zip(
-                _in_groups(asked[phase]) if name == ALONE else asked[phase],
-                one.replies,
-                strict=True,
-            )
+            for one in phases
+            for number, reply in zip(one.numbers, one.replies, strict=True)
         )
-        for (name, phase), phases in found.items()
+        for key, phases in found.items()
     }
 
 
-def _ask_all(stack: Stack, bodies: Sequence[dict[str, Any]], load: Load) -> Phase:
+def _ask_all(stack: Stack, numbers: Sequence[int], load: Load) -> Phase:
     """Send all requests from CLIENTS at once."""
+    bodies = [load.request(number) for number in numbers]
     cpu_s, threads_s, start_s = stack.cpu_s(), stack.cpu_s_by_thread(), time.perf_counter()
     replies = by_clients(stack.front.base_url, bodies, CLIENTS, streams=load.streams)
     wall_s = time.perf_counter() - start_s
     spent_s = {
         key: after_s - threads_s.get(key, 0.0) for key, after_s in stack.cpu_s_by_thread().items()
     }
-    return Phase(wall_s, stack.cpu_s() - cpu_s, replies, spent_s)
+    return Phase(wall_s, stack.cpu_s() - cpu_s, numbers, replies, spent_s)
 
 
 def _first_tokens(
