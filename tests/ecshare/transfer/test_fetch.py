@@ -59,6 +59,7 @@ class Scripted:
         self.questions: list[Sequence[Key]] = []
         self.answer_s = 0.0
         self.stalled: set[str] = set()
+        self.stalls_once_asked = False  # the first read of an object is answered, no other
         self.damage: list[Callable[[bytes], bytes]] = []
         self.is_read_only = False
         self.states_md5 = True
@@ -73,7 +74,10 @@ class Scripted:
 
     async def get(self, key: Key, sink: Sink) -> None:
         self.gets.append(time.monotonic())
-        await asyncio.sleep(60 if key in self.stalled else self.answer_s)
+        answer_s = 60 if key in self.stalled else self.answer_s
+        if self.stalls_once_asked:
+            self.stalled.add(key)
+        await asyncio.sleep(answer_s)
         if key not in self.objects:
             raise ObjectMissing(key)
         body = self.objects[key]
@@ -367,8 +371,7 @@ def test_store_that_stalls_for_io_timeout_s_opens_the_breaker(
     store: Scripted, start: Start
 ) -> None:
     engine = start(io_timeout_s=0.3)
-    stalls = threading.Timer(0.1, lambda: setattr(store, "answer_s", 60))
-    stalls.start()
+    store.stalls_once_asked = True
     assert announced(engine, 1.5) == [Outcome.MISSING] * 8
     assert engine.open_breakers == {"read"}
 
