@@ -36,6 +36,7 @@ from typing import Any
 from benchmarks.engine_load import cpu_s_of
 from benchmarks.epd_load import Reply, arriving, by_clients
 from benchmarks.measure import in_turn, percentile
+from benchmarks.places import host_folder
 from benchmarks.report import Report, Table, arguments, command_line
 from lab.models import make_qwen25_vl
 from lab.servers.engines import (
@@ -209,7 +210,8 @@ def _stacks(
             return kind.make(name, model, folder, extra).start_in(stack)
 
         plain = start("plain")
-        started = {OURS: _our_engines(folder, start)}
+        host = stack.enter_context(host_folder())
+        started = {OURS: _our_engines(folder, host, start)}
         if proxy is not None:
             started[IN_TREE] = _example_engines(folder, start)
         stacks = {}
@@ -224,9 +226,9 @@ def _stacks(
         yield stacks, plain
 
 
-def _our_engines(folder: Path, start: Any) -> list[EngineProcess]:
-    """Start E, P and D, which share a folder and, as on one host, a host cache."""
-    url, host = f"{folder}/ours", {"host_cache_dir": f"{folder}/ours-host"}
+def _our_engines(folder: Path, host_cache: Path, start: Any) -> list[EngineProcess]:
+    """Start E, P and D, which share a folder and, as on one host, a host cache in memory."""
+    url, host = f"{folder}/ours", {"host_cache_dir": str(host_cache)}
     consumer = ec_argument("consumer", url, **host)
     # As the README says of P and D: requests arrive with and without their picture.
     sharing = (consumer, kv_argument("both", url, **host), "--mm-processor-cache-gb=0")

@@ -287,6 +287,8 @@ def test_every_difference_from_a_plain_engine_is_listed(fleet: Fleet) -> None:
 
 
 COLD = " Say something of the sea, the wind, the stars, and of an old stone house."
+LONG = 2200 * " picture"
+"""Long enough that D gets it while P computes; each word is a token."""
 
 
 def usage(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -327,8 +329,9 @@ def test_usage_of_a_new_prompt_reports_no_cached_tokens(
             if path not in (CHAT, COMPLETIONS, RESPONSES, MESSAGES):
                 continue
             # Prompts of their own, of less than a block and of several.
-            for length in (1, 8):
-                words = f"{hand_over} {stream} {name} {length}." + length * COLD
+            for text in (COLD, LONG if hand_over == "streamed" else 8 * COLD):
+                length = len(text)
+                words = f"{hand_over} {stream} {name} {length}." + text
                 prompt = words if path in (COMPLETIONS, RESPONSES) else said(words)
                 field = {COMPLETIONS: "prompt", RESPONSES: "input"}.get(path, "messages")
                 body = base | {field: prompt, "stream": stream}

@@ -331,6 +331,9 @@ def is_streamed(hand_over: Request | None) -> bool:
 
 _CHARS_A_TOKEN = 4
 _ITEM_TOKENS = {"image": 1000, "audio": 500, "video": 4000}
+STREAMED_TOKENS = 4096
+"""P computes shorter prompts in a step or two: by then D could have loaded little or nothing. vLLM
+computes 2,048 to 8,192 tokens a step by default."""
 _USUAL_OUTPUT_TOKENS = 256
 _MAX_OUTPUT_TOKENS = 4096
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")

@@ -253,10 +253,12 @@ class Prefill:
     ) -> web.StreamResponse | Request:
         """Have P prefill; return the request to D, or D's answer if D was asked meanwhile.
 
-        D is asked meanwhile if P is known to store KV while it computes, and is idle. Behind other
-        requests D would hold cache blocks for KV that P has not begun to compute.
+        D is asked meanwhile if the prompt is long, and P is known to store KV while it computes,
+        and is idle. A short prompt is computed in one step, and D would only wait. Behind other
+        requests it would hold cache blocks for KV that P has not begun to compute.
         """
         is_early = self._hands_over_early and context.client.is_one_prompt
+        is_early = is_early and context.work.tokens >= plan.STREAMED_TOKENS
 
         async def ask(attempt: Attempt) -> web.StreamResponse | Request:
             engine = attempt.engine

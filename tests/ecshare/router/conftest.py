@@ -5,6 +5,7 @@ import pytest
 
 from ecshare.router.fleet import client
 from ecshare.router.media import fetcher
+from ecshare.router.stages import plan
 
 
 @pytest.fixture(autouse=True)
@@ -13,3 +14,9 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     for a connection; the engine would count as down."""
     monkeypatch.setattr(client, "CONNECT_TIMEOUT_S", 60.0)
     monkeypatch.setattr(fetcher, "CONNECT_TIMEOUT_S", 60.0)
+
+
+@pytest.fixture
+def short_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D gets also a short request while P computes, if P is idle."""
+    monkeypatch.setattr(plan, "STREAMED_TOKENS", 0)

@@ -89,6 +89,7 @@ async def test_the_first_token_leaves_when_decode_has_it(first: bytes, number: i
             assert await response.content.readexactly(len(whole)) == whole
 
 
+@pytest.mark.usefixtures("short_is_long")
 async def test_the_first_token_leaves_while_prefill_still_works() -> None:
     async def streaming(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         params = {"kvshare": {"streamed": True, "num_tokens": 7}}

@@ -353,6 +353,7 @@ async def test_a_prefill_engine_that_fails_may_have_stored_some(
         assert usage_of(body) == shown
 
 
+@pytest.mark.usefixtures("short_is_long")
 async def test_prefill_may_answer_after_decode_has_begun() -> None:
     """The usage at the end of the stream is P's all the same; and null if P never answers."""
     streamed = {"kvshare": {"streamed": True, "num_tokens": 39}}

@@ -66,6 +66,7 @@ async def test_another_encode_and_another_prefill_are_asked(failure: Answer) -> 
         assert await fallbacks(f) == 0
 
 
+@pytest.mark.usefixtures("short_is_long")
 @pytest.mark.parametrize("stream", [False, True])
 async def test_another_prefill_is_asked_while_decode_waits(stream: bool) -> None:
     """D has its request already; it gets it again, for the other one's KV."""

@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from ecshare.router.api.chat import CHAT
+from ecshare.router.stages import plan
 from tests.ecshare.router.fake_engine import (
     EVENTS,
     PNG,
@@ -31,6 +32,9 @@ from tests.ecshare.router.fake_engine import (
 )
 from tests.waiting import until
 
+pytestmark = pytest.mark.usefixtures("short_is_long")
+
+STREAMED_TOKENS = plan.STREAMED_TOKENS  # as users have it
 STREAMED = {"kvshare": {"streamed": True}}
 AFTER = {"kvshare": {"num_tokens": 7}}
 SOON_S = 5.0
@@ -76,6 +80,16 @@ async def test_p_is_waited_for_until_it_has_shown_that_it_hands_over() -> None:
             response, _ = await f.post(chat())
             assert handed_over(f)[-1] == expected
             assert response.headers["x-ecshare-path"] == "prefill,decode"
+
+
+async def test_p_is_waited_for_if_the_prompt_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is computed in one step: there is nothing to load meanwhile."""
+    async with known() as f:
+        monkeypatch.setattr(plan, "STREAMED_TOKENS", STREAMED_TOKENS)
+        long = {"type": "text", "text": 4 * STREAMED_TOKENS * "x"}
+        for part, expected in ((picture(PNG), AFTER), (long, STREAMED)):
+            await f.post(chat(part))
+            assert handed_over(f)[-1] == expected
 
 
 async def test_p_is_always_waited_for_where_the_operator_wants_that() -> None:

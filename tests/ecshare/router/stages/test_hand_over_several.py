@@ -22,6 +22,8 @@ from tests.ecshare.router.fake_engine import (
     prefilled,
 )
 
+pytestmark = pytest.mark.usefixtures("short_is_long")
+
 STREAMED = {"kvshare": {"streamed": True}}
 AFTER = {"kvshare": {"num_tokens": 7}}
 SOON_S = 10.0
