@@ -96,9 +96,10 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     request yet, or is answered 503 and closed; as many downloads of media may be under way."""
 
     hand_over: Annotated[Literal["streamed", "after", "direct"], Option("--hand-over")] = "streamed"
-    """How decode gets KV. `streamed`: from the store, while a free prefill engine computes, so
-    that it loads what is there already. `after`: from the store, always after. `direct`: after,
-    from the prefill engine by a connector beside ours, such as NIXL's."""
+    """How decode gets KV. `streamed`: from the store, and that of prompts of about 4,096 tokens or
+    more while a free prefill engine computes, so that it loads what is there already. `after`:
+    from the store, always after. `direct`: after, from the prefill engine by a connector beside
+    ours, such as NIXL's."""
 
     allow_media_domains: Annotated[
         tuple[str, ...],

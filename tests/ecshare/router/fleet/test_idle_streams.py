@@ -33,9 +33,9 @@ from tests.ecshare.router.fake_engine import (
 )
 from tests.waiting import until
 
-SOON_S = 10.0
 pytestmark = pytest.mark.usefixtures("short_is_long")
 
+SOON_S = 10.0
 COMMENT = b": keep-alive\n\n"
 ANSWER = b"".join(EVENTS)
 ERROR = b'data: {"error": {"message": "dead", "code": 500}}\n\ndata: [DONE]\n\n'
