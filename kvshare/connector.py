@@ -27,6 +27,7 @@ from ecshare.plugin.guard import Guard, guarded
 from ecshare.plugin.logs import log_as_vllm
 from ecshare.store.config import parse
 from ecshare.store.errors import ConfigError
+from kvshare.compat import cache_hit_source, start_loads_first
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.messages import Orders, Report
 
@@ -275,6 +276,8 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> Orders:
         """Return this step's orders for the workers."""
         orders = self.scheduler.orders(scheduler_output)
+        if orders.loads:
+            start_loads_first(scheduler_output)
         self._promised.clear()
         return orders
 
@@ -306,8 +309,6 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", num_external_tokens: int
     ) -> dict[Any, int]:
         """Return the number of these tokens from each source, e.g. from this host's memory."""
-        from kvshare.compat import cache_hit_source
-
         sources = self.scheduler.hit_sources(request, num_external_tokens)
         return {cache_hit_source(name): count for name, count in sources.items()}
 

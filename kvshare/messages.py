@@ -17,6 +17,10 @@ from kvshare.chunks.shards import ShardSlice
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+# A request that names more media as new is not believed: the list is a client's, if no router
+# checks it.
+_MOST_NEW_MEDIA = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -151,6 +155,21 @@ def wants_announcement(request: "Request") -> bool:
     params: Any = request.kv_transfer_params
     knows_ours = isinstance(params, dict) and isinstance(params.get("kvshare"), dict)
     return knows_ours or is_for_decode(request) is True
+
+
+def num_old_tokens(request: "Request") -> int:
+    """Return how many tokens of `request` come before its first new media item.
+
+    A router names the items that no store had when an encoder was asked for them, so no engine can
+    have stored KV of the tokens after one. A client may name any: then its request computes what it
+    could load. What a request has computed itself before vLLM preempted it counts as old.
+    """
+    names = _announced(request).get("new_media")
+    if not isinstance(names, list) or len(names) > _MOST_NEW_MEDIA or request.num_preemptions:
+        return request.num_tokens
+    new = {name for name in names if isinstance(name, str)}
+    starts = (each.mm_position.offset for each in request.mm_features if each.identifier in new)
+    return min(starts, default=request.num_tokens)
 
 
 def announced_tp_size(request: "Request") -> int:

@@ -25,7 +25,7 @@ from kvshare.chunks.facts import KVFacts
 from kvshare.chunks.prefix import Chunk, ChunkKey, Grid, Prefix, covered_tokens, last_chunk
 from kvshare.chunks.recent_keys import RecentKeys
 from kvshare.config import KVConfig
-from kvshare.messages import announced_tokens, announced_tp_size
+from kvshare.messages import announced_tokens, announced_tp_size, num_old_tokens
 from kvshare.scheduler.search import (
     KEYS_A_ROUND,
     StoredPrefix,
@@ -135,14 +135,20 @@ class Lookups:
         """Return a look-up of the chunks that `request` can load after `num_computed_tokens`.
 
         If these are fewer than `fewest_tokens`, and less than a whole chunk, nothing is looked up.
+        Nor is what follows a new media item, which no engine can have stored.
         """
         prefix, now_s = Prefix.of(request, grid), self._clock_s()
         start_block = num_computed_tokens // grid.block_tokens
         tp_sizes = self.tp_sizes.with_announced(announced_tp_size(request))
         announced = self._announced(request, prefix, num_computed_tokens)
         awaited_tokens = 0
+        old_tokens = num_old_tokens(request)
+        if old_tokens < request.num_tokens:
+            old_hashes = prefix.hashes[: old_tokens // grid.block_tokens]
+            prefix = replace(prefix, hashes=old_hashes, tail=None)
         asks_nothing = start_block >= prefix.num_blocks or (
-            not announced and _is_little(request, grid, num_computed_tokens, fewest_tokens)
+            not announced
+            and _is_little(request, grid, num_computed_tokens, fewest_tokens, old_tokens)
         )
         if announced:
             # Usually a miss checks for other sizes. There may be no look-up now that could miss.
@@ -297,15 +303,18 @@ class Lookups:
             self._stats.add(f"misses/{reason}", lookup.num_missing_blocks)
 
 
-def _is_little(request: Request, grid: Grid, num_computed_tokens: int, fewest_tokens: int) -> bool:
-    """Return whether the tokens left to load are too few for a look-up.
+def _is_little(
+    request: Request, grid: Grid, num_computed_tokens: int, fewest_tokens: int, old_tokens: int
+) -> bool:
+    """Return whether the tokens left to load, before `old_tokens`, are too few for a look-up.
 
     False if they contain a media item: to compute them takes its embedding, and the request may
     have no pixels.
     """
-    num_left = request.num_tokens - 1 - num_computed_tokens
+    num_left = min(old_tokens, request.num_tokens - 1) - num_computed_tokens
     return num_left < min(fewest_tokens, grid.chunk_tokens) and all(
         feature.mm_position.offset + feature.mm_position.length <= num_computed_tokens
+        or feature.mm_position.offset >= old_tokens
         for feature in request.mm_features
     )
 

@@ -61,6 +61,36 @@ def test_prompt_in_host_memory_starts_loading_in_the_first_step(
     assert engine.counts["tokens/loaded"] == len(PROMPT) - 1
 
 
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_load_starts_before_the_forward_pass_of_its_step(
+    start: StartEngine,
+    place: dict[str, Any],
+    runner: RunnerName,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else it could not end in a step that computes, and its request would wait for another one."""
+    serve(start(store=place), PROMPT)
+    engine = start(store=place, runner=runner)
+    engine.add(make_request("busy", range(900, 905), 20))
+    engine.step()
+    done: list[str] = []
+    compute = engine.model.compute
+
+    def noted(request_id: str, first: int, end: int) -> list[int]:
+        done.append(f"compute {request_id}")
+        return compute(request_id, first, end)
+
+    monkeypatch.setattr(engine.model, "compute", noted)
+    engine.before_load = lambda: done.append("load")
+    engine.add(make_request("r", PROMPT, 3))
+    while "load" not in done:
+        done.clear()
+        engine.step()
+    assert done == ["load", "compute busy"]
+    engine.run_out()
+    assert engine.answers["r"].tokens == expected_answer(PROMPT, 3)
+
+
 @pytest.mark.parametrize("chunk_blocks", [1, 2, 4])
 @pytest.mark.parametrize("num_tokens", range(1, 5 * BLOCK + 3))
 def test_first_call_finds_the_whole_prompt_from_any_block(

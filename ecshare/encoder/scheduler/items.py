@@ -85,6 +85,8 @@ class Item:
     """The requests that need it, and when each joined, in monotonic seconds."""
     retried_for: set[str] = field(default_factory=set)
     """The waiters for which the fetch was retried."""
+    is_new: bool = False
+    """Whether the store has answered that it did not have the item."""
     is_worth_storing: bool = False
     """True if the save rules let one of the waiters store it."""
 
@@ -311,6 +313,7 @@ class Items:
         if item.phase is not Phase.ASKED:
             return
         item.phase = Phase.ABSENT
+        item.is_new = reason == Outcome.MISSING.value
         self._count_wait(item)
         self._engine.stats.add("items/missed")
         self._engine.stats.add(f"misses/{reason}")

@@ -170,6 +170,10 @@ class EncoderScheduler:
         item = self._items.get(identifier)
         return item is not None and item.phase in (Phase.READY, Phase.STORED)
 
+    def _is_new(self, identifier: str) -> bool:
+        item = self._items.get(identifier)
+        return item is not None and item.is_new
+
     def allocated(self, request: "Request", index: int) -> None:
         """Record that item `index` got a place in vLLM's encoder cache: order its load if this host
         has it, and count whether it is loaded, stored or encoded."""
@@ -217,11 +221,13 @@ class EncoderScheduler:
         The announcement is vLLM's `ec_transfer_params`: by identifier, the placeholder metadata
         with which a consumer needs no pixels. It omits the items that are not in the store and will
         not be: those that this half has declined to store, and those that the store has lost and
-        that vLLM will not encode, because its own cache has an entry for them. `stored`: the item
-        was in the store before, and was not encoded for this request.
+        that vLLM will not encode, because its own cache has an entry for them. `stored`: whether
+        the item was in the store before, and was not encoded for this request; missing if the store
+        did not answer.
         """
         is_left_out = self._is_left_out(request.request_id) or not self._engine.epochs.may_share
-        stored = {each.identifier for each in request.mm_features if self.has(each.identifier)}
+        names = {each.identifier for each in request.mm_features}
+        stored = {name: self.has(name) for name in names if self.has(name) or self._is_new(name)}
         self._failing.discard(request.request_id)
         self._computed.pop(request.request_id, None)
         self._release(request.request_id, set())
@@ -234,7 +240,7 @@ class EncoderScheduler:
         shared = [feature for feature in request.mm_features if self._is_shared(feature)]
         announced = self._placeholders.announcement(shared)
         return {
-            name: entry | {"stored": True} if name in stored else entry
+            name: entry | {"stored": stored[name]} if name in stored else entry
             for name, entry in announced.items()
             if name not in unannounced and not self._saves.has_declined(name)
         }

@@ -72,6 +72,8 @@ class RequestContext:
     blobs: Blobs = field(default_factory=Blobs)
     turns: list[Turn] = field(default_factory=list)
     """The messages of the prompt, if P is asked only for what it has not stored."""
+    new_media: list[str] = field(default_factory=list)
+    """The items, as vLLM identifies them, that E has encoded for it and that were not stored."""
     work: Work = Work()
     """What P has to do for it."""
     prefill_usage: PrefillUsage = field(default_factory=PrefillUsage)
@@ -130,6 +132,7 @@ class RequestContext:
         """Forget the stages that have worked for it: it goes through them in another way."""
         self.path.clear()
         self.avoided.clear()
+        self.new_media.clear()
 
     def response_headers(self, status: int) -> dict[str, str]:
         """Return the response headers as far as they are known now.

@@ -303,7 +303,9 @@ class Encode:
             return await self._client.ask(context, attempt.engine, payload, CHAT)
 
         answer = await self._retries.run(Stage.ENCODE, ask, context, work)
-        announced.update(plan.announced_media(answer))
+        reports = plan.announced_media(answer)
+        announced.update(reports)
+        context.new_media += plan.new_media(reports)
         return plan.reported_metadata(answer)
 
 

@@ -161,15 +161,22 @@ def _modalities_sent_whole(
     return {name for name, sets in fields.items() if len(sets) > 1 or () in sets}
 
 
-def prefill_request(endpoint: Endpoint, request: Request, params: Request = FOR_DECODE) -> Request:
+def prefill_request(
+    endpoint: Endpoint,
+    request: Request,
+    params: Request = FOR_DECODE,
+    new_media: Sequence[str] = (),
+) -> Request:
     """Return the request to P: the same prompt for another engine, one token, no further output.
 
-    `params`: FOR_DECODE or DIRECT.
+    `params`: FOR_DECODE or DIRECT. `new_media`: P need not look for KV of what follows one of them.
     """
     kept = {name: value for name, value in request.items() if name not in _NOT_FOR_PREFILL}
     if _is_thinking(kept.get("thinking")):
         del kept["thinking"]  # its budget must be less than max_tokens, and is all that it sets
     kept |= dict.fromkeys(endpoint.limits, 1) | endpoint.prefill
+    if new_media:
+        params = params | {"kvshare": params["kvshare"] | {"new_media": list(new_media)}}
     return _with_params(kept, KV_PARAMS, params)
 
 
@@ -248,6 +255,15 @@ def announced_media(answer: Request) -> Request:
     """Return what E says of its item, in the form that P and D are sent."""
     reports = answer.get(EC_PARAMS)
     return reports if isinstance(reports, dict) else {}
+
+
+def new_media(reports: Request) -> list[str]:
+    """Return the items that were not stored when E was asked for them, by what E says."""
+    return [
+        name
+        for name, report in reports.items()
+        if isinstance(report, dict) and report.get("stored") is False
+    ]
 
 
 def is_metadata(value: Any) -> bool:

@@ -277,7 +277,9 @@ class Prefill:
         with self._limits.slot(Stage.PREFILL, client.model) as slot:
             slot.take()
             with context.timed(Stage.PREFILL):
-                for_prefill = plan.prefill_request(client.endpoint, request, params)
+                for_prefill = plan.prefill_request(
+                    client.endpoint, request, params, context.new_media
+                )
                 payload = Payload(context.blobs, for_prefill, context.work)
                 usage = context.prefill_usage = PrefillUsage(was_asked=True)
                 try:

@@ -477,6 +477,63 @@ def test_kv_of_an_image_with_a_counter_as_identifier_is_not_shared(
     assert (here.half.finished(request) is not None) is is_shared
 
 
+def with_pictures(says: Any, *places: int, name: str = "r") -> Request:
+    """Return a request with pictures "p0", "p1" at these places, of which a router `says` that they
+    are new."""
+    features = [
+        MultiModalFeatureSpec(
+            data=None,
+            modality="image",
+            identifier=f"p{number}",
+            mm_position=PlaceholderRange(offset=place, length=2),
+        )
+        for number, place in enumerate(places)
+    ]
+    params = {"kvshare": {"for_decode": True, "new_media": says}}
+    tokens = range(4 * BLOCK + 2)
+    return make_request(name, tokens, mm_features=features, kv_transfer_params=params)
+
+
+@pytest.mark.parametrize(
+    ("says", "num_found"),
+    [
+        (["p1"], 2 * BLOCK),
+        (["other", "p1", 7, None, ["p0"]], 2 * BLOCK),
+        (["p1", "p0"], 0),
+        (["other"], 4 * BLOCK + 1),
+        ([], 4 * BLOCK + 1),
+        # Not what a router sends.
+        ("p0", 4 * BLOCK + 1),
+        (None, 4 * BLOCK + 1),
+        ({"p0": 1}, 4 * BLOCK + 1),
+        (["p0"] * 1025, 4 * BLOCK + 1),
+    ],
+)
+def test_what_follows_a_new_picture_is_not_looked_up(
+    bench: StartBench, says: Any, num_found: int
+) -> None:
+    here = bench()
+    request = with_pictures(says, 1, 2 * BLOCK + 1)
+    here.put(chunks_for(request))
+    assert here.ask(request) == num_found
+    counts = here.engine.take_counts("scheduler")
+    assert "blocks/missed" not in counts, "what is not looked up is not missed"
+
+
+def test_nothing_is_asked_if_a_prompt_begins_with_a_new_picture(bench: StartBench) -> None:
+    here = bench()
+    assert here.half.num_loadable_tokens(with_pictures(["p0"], 1), 0) == 0
+    assert here.half.num_loadable_tokens(with_pictures(["p1"], 1, name="old"), 0) is None
+
+
+def test_a_preempted_request_finds_what_it_has_stored_of_a_new_picture(bench: StartBench) -> None:
+    here = bench()
+    request = with_pictures(["p0"], 1)
+    here.put(chunks_for(request))
+    request.num_preemptions = 1
+    assert here.ask(request) == 4 * BLOCK + 1
+
+
 def test_chunk_is_saved_when_its_last_block_is_full(bench: StartBench) -> None:
     here = bench(chunk_blocks=2)
     prompt = list(range(4 * BLOCK + 1))

@@ -710,7 +710,18 @@ def test_producer_does_not_encode_stored_items(start: Start, store: Store) -> No
     assert (scheduler.finished(asked) or {})["picture"]["stored"] is True
     new = request(feature("new"), name="new")
     assert until_ready(scheduler, new)
-    assert "stored" not in (scheduler.finished(new) or {})["new"]
+    assert (scheduler.finished(new) or {})["new"]["stored"] is False
+
+
+def test_announcement_says_nothing_of_an_item_whose_look_up_failed(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The item may be stored, and so may KV of what follows it."""
+    scheduler = start("ec_producer", wait_s=0.01)
+    monkeypatch.setattr(TransferEngine, "submit", lambda *_: None)  # the store never answers
+    asked = request(feature())
+    assert until_ready(scheduler, asked)
+    assert "stored" not in (scheduler.finished(asked) or {})["picture"]
 
 
 def test_producer_does_not_announce_a_lost_item_it_will_not_encode(
@@ -771,11 +782,13 @@ def test_announcement_keeps_metadata_after_vllm_drops_the_pixels(start: Start) -
     scheduler = start("ec_producer")
     first = request(feature(), name="first")
     assert until_ready(scheduler, first)
-    announced = scheduler.finished(first)
+    announced = scheduler.finished(first) or {}
     again = request(feature(), name="again")
     again.mm_features[0].data = None
     scheduler.ready(again, 0)
-    assert scheduler.finished(again) == announced
+    said = scheduler.finished(again) or {}
+    # The second request ends before its look-up.
+    assert {name: entry | {"stored": False} for name, entry in said.items()} == announced
 
 
 def test_counts_in_both_report_and_ledger_count_once(

@@ -49,6 +49,33 @@ async def no_report(http: web.Request, body: dict[str, Any]) -> web.StreamRespon
     return web.json_response({"ec_transfer_params": None})
 
 
+async def test_p_is_told_which_pictures_no_store_had() -> None:
+    """P then need not look for KV of what follows them."""
+    said: dict[bytes, Any] = {PNG: {"stored": False}, PNG_2: {"stored": True}}
+
+    async def encodes_and_tells(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        (part,) = body["messages"][0]["content"]
+        url = part["image_url"]["url"]
+        (tells,) = (tells for content, tells in said.items() if url == data_url(content))
+        report = {"metadata": {"image_grid_thw": [1, 2, 2]}, "item_indices": [0]}
+        return web.json_response({"ec_transfer_params": {part["uuid"]: report | tells}})
+
+    def told() -> list[Any]:
+        return [body["kv_transfer_params"] for body in f.p.bodies]
+
+    async with fleet(hand_over="after") as f:
+        f.e.answer = encodes_and_tells
+        await f.post(chat(picture(PNG), picture(PNG_2)))
+        new = media_of(f.p.bodies[0])[0]["uuid"]
+        assert told() == [{"kvshare": {"for_decode": True, "new_media": [new]}}]
+        await f.post(chat({"type": "text", "text": "and now?"}, picture(PNG)))
+        assert told()[1:] == [{"kvshare": {"for_decode": True}}], "E was not asked for it"
+        assert all("new_media" not in str(body) for body in f.d.bodies)
+        said[b"another"] = {"stored": 0}
+        await f.post(chat(picture(b"another")))
+        assert told()[2:] == [{"kvshare": {"for_decode": True}}]
+
+
 async def test_a_known_picture_goes_on_without_pixels_and_without_e() -> None:
     async with fleet() as f:
         response, _ = await f.post(chat(picture(PNG)))
