@@ -47,7 +47,7 @@ pytestmark = [pytest.mark.engine, on(pytest.param("v1", marks=pytest.mark.models
 
 BLOCK = 32
 LOADED, MISSING = "ecshare_items/loaded", "ecshare_misses/missing"
-FAILED = "kvshare_blocks/failed"
+FAILED, NOT_FOUND = "kvshare_blocks/failed", "kvshare_blocks/missed"
 STORY = text("Tell me a story about the sea, the wind and the stars. " * 8)
 
 
@@ -306,6 +306,27 @@ def test_every_endpoint_gives_the_plain_answer(
     assert answer == expected
     other, _ = ask_at(fleet.plain, model, 2)
     assert answer != other, "the answer does not depend on the prompt: no test"
+
+
+def test_p_looks_for_no_kv_behind_a_new_picture(fleet: Fleet, router: RouterProcess) -> None:
+    """E says that the store did not have it, and the router tells P."""
+
+    def num_not_found(*content: Any) -> int:
+        with counting(fleet.p) as gained, client_of(router) as client:
+            answer = client.chat.completions.create(
+                model=fleet.plain.model,
+                messages=[{"role": "user", "content": list(content)}],
+                max_tokens=12,
+                temperature=0,
+                extra_body={"return_token_ids": True},
+            )
+        choice: Any = answer.choices[0]
+        assert choice.token_ids == fleet.plain_tokens(*content)
+        return gained[NOT_FOUND]
+
+    shown = picture(70)
+    assert num_not_found(shown, STORY, QUESTION) <= 2, "blocks before the picture"
+    assert num_not_found(shown, text("and now"), STORY, QUESTION) > 2
 
 
 def test_warmed_prompts_are_not_computed(fleet: Fleet, tmp_path: Path) -> None:
