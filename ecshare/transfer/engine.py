@@ -256,15 +256,20 @@ class TransferEngine:
             ended.append(self._end(*self._done.get()))
         return ended
 
-    def wait_idle(self) -> None:
+    def wait_idle(self, is_enough: Callable[[], bool] = lambda: True) -> None:
         """Block until a job ends, for at most 3 ms, and call its continuation.
+
+        Go on with the next job, within these 3 ms, unless `is_enough` after the continuation.
 
         For a step in which the engine computes nothing, because its requests wait for jobs or for
         their next attempt. vLLM starts the next such step at once. Hundreds of them a second would
         keep a core busy in each of its processes, and would not see a job's end any sooner.
         """
+        deadline_s = time.monotonic() + _IDLE_WAIT_S
         with suppress(queue.Empty):
             self._end(*self._done.get(timeout=_IDLE_WAIT_S))
+            while not is_enough():
+                self._end(*self._done.get(timeout=max(0.0, deadline_s - time.monotonic())))
 
     def drain(self, timeout_s: float, *, until: Handle[Any] | None = None) -> list[Done[Any]]:
         """Poll, but block until all jobs or `until` have ended, for at most `timeout_s`."""

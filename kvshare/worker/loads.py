@@ -359,6 +359,11 @@ class Loads:
         """Whether a load has not ended."""
         return bool(self._loads)
 
+    @property
+    def have_ended(self) -> bool:
+        """Whether a load has ended that `take_finished` has not returned."""
+        return bool(self._finished.requests)
+
     def has_stopped(self) -> bool:
         """Begin no further copy to a block; return whether none is under way."""
         return self._writer.stop()

@@ -284,10 +284,18 @@ class KVWorker:
         self._reports.stopped()
 
     def wait_idle(self, orders: Orders) -> None:
-        """Wait up to 3 ms for the end of a load or save if the step of `orders` computes
-        nothing."""
-        is_loading = self._loads is not None and self._loads.are_under_way
-        if orders.is_idle and (is_loading or self._is_saving):
+        """Wait up to 3 ms for the end of a load if the step of `orders` computes nothing; if there
+        is no load, for the end of a save.
+
+        The end of one chunk among several is no news for the scheduler half, and each step costs
+        its process and this one.
+        """
+        if not orders.is_idle:
+            return
+        loads = self._loads
+        if loads is not None and loads.are_under_way:
+            self._engine.wait_idle(lambda: loads.have_ended)
+        elif self._is_saving:
             self._engine.wait_idle()
 
     @property

@@ -2,6 +2,7 @@
 """A prompt whose chunks are all in host memory is found in vLLM's first call of the hook."""
 
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from vllm.v1.request import Request, RequestStatus
 from ecshare.store.hostcache.cache import HostCache
 from ecshare.store.hostcache.folder import SHM
 from ecshare.transfer.inline_reads import CHECKS_PER_STEP
+from kvshare.worker.block_writer import BlockWriter
 from lab.vllm_loop import RunnerName
 from tests.kvshare.conftest import StartEngine
 from tests.kvshare.toy import BLOCK, ToyEngine, expected_answer, make_request, serve
@@ -59,6 +61,31 @@ def test_prompt_in_host_memory_starts_loading_in_the_first_step(
     assert answer.tokens == expected_answer(PROMPT, 3)
     assert answer.computed_prompt_tokens == 1
     assert engine.counts["tokens/loaded"] == len(PROMPT) - 1
+
+
+def test_idle_engine_makes_no_step_for_each_chunk_that_is_loaded(
+    start: StartEngine, place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ecshare.transfer.engine._IDLE_WAIT_S", 30.0)
+    write = BlockWriter.write
+
+    def slowly(*given: Any) -> str:
+        time.sleep(0.02)  # so that no two chunks end at once
+        return write(*given)
+
+    serve(start(store=place), PROMPT)
+    engine = start(store=place)
+    monkeypatch.setattr(BlockWriter, "write", slowly)
+    request = make_request("r", PROMPT, 3)
+    engine.add(request)
+    num_steps = 0
+    while not engine.counts.get("blocks/loaded"):
+        engine.step()
+        num_steps += 1
+    assert engine.counts["blocks/loaded"] == 6
+    assert num_steps == 1
+    engine.run_out()
+    assert engine.answers["r"].tokens == expected_answer(PROMPT, 3)
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])

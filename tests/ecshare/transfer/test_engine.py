@@ -3,6 +3,7 @@ import asyncio
 import gc
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,39 @@ def test_idle_wait_ends_with_a_job_and_calls_its_handler(engine: TransferEngine)
     while engine.in_flight:
         engine.wait_idle()
     assert told == [Outcome.OK]
+
+
+def test_idle_wait_goes_on_until_it_is_enough(
+    engine: TransferEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ecshare.transfer.engine._IDLE_WAIT_S", 30.0)
+    told: list[Outcome] = []
+    for name in "abc":
+        engine.submit(Handle(Lookup((key(name),), 5), lambda done: told.append(done.outcome)))
+    engine.wait_idle(lambda: len(told) == 2)
+    assert len(told) == 2
+
+
+def test_idle_wait_ends_in_time_although_jobs_end_again_and_again(
+    engine: TransferEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    class ManyEnds:
+        def get(self, timeout: float) -> tuple[None, None]:
+            waits.append(timeout)
+            assert len(waits) < 100, "it goes on for ever"
+            if not timeout:
+                raise queue.Empty
+            time.sleep(0.001)
+            return None, None
+
+    monkeypatch.setattr(engine, "_done", ManyEnds())
+    monkeypatch.setattr(engine, "_end", lambda *_: None)
+    engine.wait_idle(lambda: False)
+    assert waits[0] == 0.003
+    assert waits[-1] == 0
+    monkeypatch.undo()
 
 
 def test_idle_wait_waits_although_no_job_runs(
