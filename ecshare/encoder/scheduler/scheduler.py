@@ -170,9 +170,12 @@ class EncoderScheduler:
         item = self._items.get(identifier)
         return item is not None and item.phase in (Phase.READY, Phase.STORED)
 
-    def _is_new(self, identifier: str) -> bool:
+    def _was_stored(self, identifier: str) -> bool | None:
+        """Return whether the item need not be encoded; None if the store did not answer."""
+        if self.has(identifier):
+            return True
         item = self._items.get(identifier)
-        return item is not None and item.is_new
+        return False if item is not None and item.is_new else None
 
     def allocated(self, request: "Request", index: int) -> None:
         """Record that item `index` got a place in vLLM's encoder cache: order its load if this host
@@ -226,8 +229,9 @@ class EncoderScheduler:
         did not answer.
         """
         is_left_out = self._is_left_out(request.request_id) or not self._engine.epochs.may_share
-        names = {each.identifier for each in request.mm_features}
-        stored = {name: self.has(name) for name in names if self.has(name) or self._is_new(name)}
+        stored = {
+            each.identifier: self._was_stored(each.identifier) for each in request.mm_features
+        }
         self._failing.discard(request.request_id)
         self._computed.pop(request.request_id, None)
         self._release(request.request_id, set())
@@ -240,7 +244,7 @@ class EncoderScheduler:
         shared = [feature for feature in request.mm_features if self._is_shared(feature)]
         announced = self._placeholders.announcement(shared)
         return {
-            name: entry | {"stored": stored[name]} if name in stored else entry
+            name: entry if stored[name] is None else entry | {"stored": stored[name]}
             for name, entry in announced.items()
             if name not in unannounced and not self._saves.has_declined(name)
         }

@@ -182,7 +182,7 @@ def test_only_an_idle_step_waits_for_a_lookup(
     bench: StartBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, waits = bench(), Counter[str]()
-    monkeypatch.setattr(here.engine, "wait_idle", lambda *_: waits.update(["now"]))
+    monkeypatch.setattr(here.engine, "wait_idle", lambda: waits.update(["now"]))
     here.half.orders(SchedulerOutput.make_empty())
     GatedFileSystem.close_gate("exists")
     asked = make_request("asked", PROMPT)
@@ -201,7 +201,7 @@ def test_idle_step_waits_for_an_adapter_fingerprint(
     bench: StartBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, waits = bench(), Counter[str]()
-    monkeypatch.setattr(here.engine, "wait_idle", lambda *_: waits.update(["now"]))
+    monkeypatch.setattr(here.engine, "wait_idle", lambda: waits.update(["now"]))
     lora = LoRARequest("tuned", 1, str(tmp_path))
     assert here.half.num_loadable_tokens(make_request("r", PROMPT, lora_request=lora), 0) is None
     here.half.orders(SchedulerOutput.make_empty())

@@ -190,7 +190,7 @@ def test_idle_step_waits_for_a_save_too(
 ) -> None:
     """While saves are pending vLLM makes such steps, hundreds a second if they do not wait."""
     source, waits = host(), Counter[str]()
-    monkeypatch.setattr(source.engine, "wait_idle", lambda *_: waits.update(["now"]))
+    monkeypatch.setattr(source.engine, "wait_idle", lambda: waits.update(["now"]))
     GatedFileSystem.close_gate("put")
     source.worker.save(Orders(NAMESPACE, saves=(block(A, TOKENS, 3),)))
     source.worker.wait_idle(Orders(NAMESPACE))
