@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import pytest
 
+from ecshare.router.api.client_request import Media
 from ecshare.router.media.identity import identity
+from ecshare.router.stages.plan import renamed
 from lab.servers.engines import EngineProcess, ModelRunner, ec_argument
 from tests.conftest import StartEngine
 from tests.engines.chat import (
@@ -36,6 +38,8 @@ class Fleet(NamedTuple):
     plain: EngineProcess
     encoder: EngineProcess
     consumer: EngineProcess
+    caching: EngineProcess
+    """A consumer that caches inputs, as vLLM does by default."""
     stranger: EngineProcess
     """An encoder of other weights, under the same shapes."""
     root: Path
@@ -68,6 +72,7 @@ def fleet(
         engine("plain", model=model),
         engine("encoder", producer, model=model),
         engine("consumer", consumer, *TAKES_EITHER, model=model, runner=runner),
+        engine("caching", consumer, model=model, runner=runner),
     )
     for started in first:
         started.wait_ready()
@@ -109,23 +114,26 @@ def test_lost_embedding_fails_only_its_request(fleet: Fleet) -> None:
     assert ask(fleet.consumer, fleet.model, [picture(5), QUESTION]).tokens == plain.tokens
 
 
+@pytest.mark.parametrize("has_cache_of_inputs", [False, True])
 def test_retry_with_pixels_succeeds_after_the_embedding_is_lost(
-    fleet: Fleet,
+    fleet: Fleet, has_cache_of_inputs: bool
 ) -> None:
+    consumer, uuid, again = fleet.consumer, "seven", "seven"
+    if has_cache_of_inputs:
+        consumer, uuid, again = fleet.caching, "eight", renamed(Media("eight", "")).uuid
     known = objects(fleet)
-    encoded = ask(fleet.encoder, fleet.model, [picture(7, "seven")])
+    encoded = ask(fleet.encoder, fleet.model, [picture(7, uuid)])
     path = stored_since(fleet, known)
-    in_full = [picture(7, "seven"), QUESTION]
-    first = ask(fleet.consumer, fleet.model, in_full)
-    content = [announced(encoded, "seven"), QUESTION]
-    assert ask(fleet.consumer, fleet.model, content, **passed_on(encoded)).tokens == first.tokens
+    first = ask(consumer, fleet.model, [picture(7, uuid), QUESTION])
+    content = [announced(encoded, uuid), QUESTION]
+    assert ask(consumer, fleet.model, content, **passed_on(encoded)).tokens == first.tokens
     path.unlink()
     for entry in (fleet.root / "host").rglob("[!.]*"):
         if entry.is_file():
             entry.unlink()
     for number in range(100, 100 + _MANY_PICTURES):
-        ask(fleet.consumer, fleet.model, [picture(number, f"many-{number}")], max_tokens=1)
-    assert ask(fleet.consumer, fleet.model, in_full).tokens == first.tokens
+        ask(consumer, fleet.model, [picture(number, f"many-{number}")], max_tokens=1)
+    assert ask(consumer, fleet.model, [picture(7, again), QUESTION]).tokens == first.tokens
 
 
 def stored_since(fleet: Fleet, known: set[Path]) -> Path:

@@ -501,7 +501,8 @@ def _log_risks(vllm_config: "VllmConfig", config: EncoderConfig, facts: EncoderF
         logger.warning(
             "--mm-processor-cache-gb: set it to 0. This engine's cache of inputs keeps the latest "
             "input for each picture's hash, even one without pixels. If an embedding is then lost, "
-            "requests that contain the picture fail."
+            "requests that contain the picture fail, unless they give it another uuid, as "
+            "ecshare's router does once P or D has failed."
         )
     if facts.has_remote_workers and facts.role.is_consumer:
         logger.warning(

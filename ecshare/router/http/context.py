@@ -74,6 +74,8 @@ class RequestContext:
     """The messages of the prompt, if P is asked only for what it has not stored."""
     new_media: list[str] = field(default_factory=list)
     """The items, as vLLM identifies them, that E has encoded for it and that were not stored."""
+    has_lost_media: bool = False
+    """Whether P or D failed on items that it got without their bytes."""
     work: Work = Work()
     """What P has to do for it."""
     prefill_usage: PrefillUsage = field(default_factory=PrefillUsage)

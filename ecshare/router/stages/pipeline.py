@@ -145,6 +145,8 @@ class Pipeline:
             self._counts["fallbacks"] += 1
             context.begin_again()
         media = await self._complete(context, media)
+        if context.has_lost_media:
+            media = [plan.renamed(held) for held in media]
         return await self._decode.alone(context, plan.inline_request(context.client, media))
 
     async def _encode_first(
@@ -168,7 +170,10 @@ class Pipeline:
                 return await self._prefill.answer(context, encoded.request, encoded.media)
             return await self._decode.after(context, encoded.request)
         except EngineError as failure:
-            if failure.status not in LOST_STATUSES or not (encoded.was_known and may_repeat):
+            if failure.status not in LOST_STATUSES:
+                raise
+            context.has_lost_media = bool(encoded.keys)
+            if not (encoded.was_known and may_repeat):
                 raise
             # Failures may go on, and must not multiply the load.
             if not self.retry_budget.after(failure.status).spend():

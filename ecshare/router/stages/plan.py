@@ -63,6 +63,16 @@ def inline_request(client: ClientRequest, media: Sequence[Media]) -> Request:
     return client.with_parts({item: _full_part(client, item, held) for item, held in parts})
 
 
+def renamed(held: Media) -> Media:
+    """Return an item under another uuid, always the same one, which is only sent with the bytes.
+
+    vLLM's cache of inputs (`--mm-processor-cache-gb`) keeps an item by its uuid. Once an item came
+    without its bytes, the engine may take it from there without them when they are sent.
+    """
+    uuid = hashlib.sha256(b"whole\0" + held.uuid.encode()).hexdigest()
+    return Media(uuid, held.url)
+
+
 def encode_requests(client: ClientRequest, media: Sequence[Media]) -> dict[str, Request]:
     """Return one chat completion for E for each distinct item, by uuid.
 

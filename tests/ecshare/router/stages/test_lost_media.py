@@ -147,6 +147,34 @@ async def test_an_engine_that_is_down_says_nothing_of_embeddings(answer: Answer)
         assert (response.status, response.headers["x-ecshare-path"]) == (200, "decode")
         assert len(f.e.bodies) == 1
         assert (await encodes(f))["remembered"] == 1
+        assert media_of(f.d.bodies[-1])[0]["uuid"] == media_of(f.e.bodies[0])[0]["uuid"]
+
+
+@pytest.mark.parametrize("is_e_down", [False, True])
+async def test_bytes_of_lost_media_go_to_decode_under_a_name_of_their_own(is_e_down: bool) -> None:
+    """vLLM's cache of inputs may have the item without its bytes under the other name."""
+    without_bytes: set[str] = set()
+
+    async def with_cache_of_inputs(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        (item,) = media_of(body)
+        if item["type"] == "image_embeds":
+            without_bytes.add(item["uuid"])
+        answers = decoded if item["uuid"] not in without_bytes else failing(500)
+        return await answers(http, body)
+
+    async with fleet() as f:
+        await f.post(chat(picture(PNG)))
+        f.d.answer = with_cache_of_inputs
+        if is_e_down:
+            f.e.answer = hang_up
+        names = set()
+        for _ in range(2):
+            response, _ = await f.post(chat(picture(PNG)))
+            assert (response.status, response.headers["x-ecshare-path"]) == (200, "decode")
+            (item,) = media_of(f.d.bodies[-1])
+            assert item["type"] == "image_url"
+            names.add(item["uuid"])
+        assert len(names) == 1, "what D stores under it can be used again"
 
 
 async def test_an_error_behind_a_token_is_the_clients() -> None:
