@@ -75,7 +75,7 @@ class RequestContext:
     new_media: list[str] = field(default_factory=list)
     """The items, as vLLM identifies them, that E has encoded for it and that were not stored."""
     has_lost_media: bool = False
-    """Whether P or D failed on items that it got without their bytes."""
+    """Whether P or D failed as it does without the bytes and the embedding of an item."""
     work: Work = Work()
     """What P has to do for it."""
     prefill_usage: PrefillUsage = field(default_factory=PrefillUsage)

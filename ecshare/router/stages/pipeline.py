@@ -172,7 +172,7 @@ class Pipeline:
         except EngineError as failure:
             if failure.status not in LOST_STATUSES:
                 raise
-            context.has_lost_media = bool(encoded.keys)
+            context.has_lost_media = True
             if not (encoded.was_known and may_repeat):
                 raise
             # Failures may go on, and must not multiply the load.

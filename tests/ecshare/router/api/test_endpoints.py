@@ -24,6 +24,7 @@ from tests.ecshare.router.fake_engine import (
     break_in_the_stream,
     chat,
     data_url,
+    decoded,
     failing,
     fleet,
     hang_up,
@@ -94,6 +95,18 @@ async def test_prefill_and_decode_are_asked_at_the_same_endpoint(path: str) -> N
         assert {name: prefill[name] for name in body.keys() - limits.keys()} == {
             name: body[name] for name in body.keys() - limits.keys()
         }
+
+
+async def test_decode_alone_gets_an_image_of_a_response_under_another_name() -> None:
+    """vLLM's cache of inputs may have it without its bytes, from a chat completion."""
+
+    async def with_cache_of_inputs(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        names = {part.get("uuid") for part in body["input"][0]["content"]}
+        return await (failing(500) if UUID in names else decoded)(http, body)
+
+    async with fleet(hand_over="after") as f:
+        f.d.answer = with_cache_of_inputs
+        await served(f, RESPONSES, response(input_image()), "decode")
 
 
 @pytest.mark.parametrize("prompt", ["text", [1, 2, 3], ["text"], [[1, 2, 3]]])
