@@ -66,8 +66,8 @@ def inline_request(client: ClientRequest, media: Sequence[Media]) -> Request:
 def renamed(held: Media) -> Media:
     """Return an item under another uuid, always the same one, which is only sent with the bytes.
 
-    vLLM's cache of inputs (`--mm-processor-cache-gb`) keeps an item by its uuid. Once an item came
-    without its bytes, the engine may take it from there without them when they are sent.
+    vLLM's cache of inputs (`--mm-processor-cache-gb`) keeps an item by its uuid. If an item once
+    came without its bytes, vLLM may use that one, and ignore the bytes that are sent later.
     """
     uuid = hashlib.sha256(b"whole\0" + held.uuid.encode()).hexdigest()
     return Media(uuid, held.url)
