@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ from kvshare.connector import KVShareConnector
 MODULE = "benchmarks.kv_cache"
 ROUND_TRIPS_MS = (0.0, 20.0)
 MEMCPY, GATHER, SCATTER = "copy of as many bytes", "gather of the blocks", "scatter of the blocks"
+GATHER_PUT = "gather, each chunk put by threads meanwhile"
 EXAMPLE = "ExampleConnector"
 HOST_CACHE_BYTES = 1 << 30  # of two hosts for each size of chunks, in memory
 RAW_LANES = 8
@@ -153,8 +155,9 @@ def _measure_place(place: Place, turns: Turns, readings: Readings[What]) -> tupl
         for turn in range(turns.rounds + 1):
             kept = readings if turn else Readings()
             fill(site.caches, turn)
-            _copy(site, block_ids, kept)
             _raw(site, turn, kept)
+            _gather_put(site, turn, block_ids, kept)
+            _copy(site, block_ids, kept)
             for size in turns.chunk_tokens:
                 _ours(site, size, turn, block_ids, kept)
             _example(site, turn, block_ids, kept)
@@ -220,6 +223,25 @@ def _raw(site: Site, turn: int, readings: Readings[What]) -> None:
     site.raw.delete(names)
 
 
+def _gather_put(site: Site, turn: int, block_ids: Sequence[int], readings: Readings[What]) -> None:
+    """Gather chunk after chunk while threads put those before, as any connector does that neither
+    holds up the step for the store nor waits with the store for the step."""
+    blocks_each = site.turns.chunk_tokens[0] // site.turns.shape.block_tokens
+    starts = range(0, len(block_ids), blocks_each)
+    indices = [torch.tensor(block_ids[start : start + blocks_each]) for start in starts]
+    ready = [torch.zeros_like(site.caches.index_select(1, index)) for index in indices]
+    names = [f"{turn}-gathered-{number}" for number in range(len(indices))]
+    with (
+        ThreadPoolExecutor(RAW_LANES) as threads,
+        readings.timed((site.place.name, GATHER_PUT, "total")),
+    ):
+        for name, index, chunk in zip(names, indices, ready, strict=True):
+            torch.index_select(site.caches, 1, index, out=chunk)
+            body = chunk.view(torch.uint8).view(-1).numpy().data
+            threads.submit(site.raw.put, [name], body, 1)
+    site.raw.delete(names)
+
+
 def _ours(
     site: Site, size: int, turn: int, block_ids: Sequence[int], readings: Readings[What]
 ) -> None:
@@ -280,27 +302,26 @@ def _save_table(names: Sequence[tuple[str, str]], turns: Turns, readings: Readin
         f"Saving one prompt: {turns.shape.name}",
         ("store", "who", "step held up ms", "x gather", "until stored ms", "x bare"),
         f"{_size(turns)} `step held up`: from the end of the forward pass to where the next step "
-        f"may begin. `until stored`: all objects are durable. `bare`: as many bytes, {RAW_LANES} "
-        "blocks at once. "
+        f"may begin. `x gather`: the median of each round's ratio. `until stored`: all objects are "
+        f"durable. `bare`: as many bytes, {RAW_LANES} blocks at once. "
         "ExampleConnector writes to the page cache within the step and does not sync.",
     )
     for place, raw in names:
-        gather_s, raw_s = (
-            readings.median((place, *of)) for of in ((GATHER, "total"), (raw, "put"))
-        )
-        for who in (MEMCPY, GATHER):
-            took_s = readings.median((place, who, "total"))
-            table.add(place, who, 1e3 * took_s, took_s / gather_s, None, None)
+        raw_s = readings.median((place, raw, "put"))
+        gather = place, GATHER, "total"
+        for who in (MEMCPY, GATHER, GATHER_PUT):
+            what = place, who, "total"
+            cells = (1e3 * readings.median(what), readings.ratio(what, gather))
+            table.add(place, who, *cells, None, None)
         table.add(place, raw, None, None, 1e3 * raw_s, 1.0)
         for who in map(ours_name, turns.chunk_tokens):
-            held_s, stored_s = (
-                readings.median((place, who, of)) for of in ("save held up", "save")
-            )
-            cells = (1e3 * held_s, held_s / gather_s, 1e3 * stored_s, stored_s / raw_s)
-            table.add(place, who, *cells)
-        if (place, EXAMPLE, "save held up") in readings:
-            held_s = readings.median((place, EXAMPLE, "save held up"))
-            table.add(place, EXAMPLE, 1e3 * held_s, held_s / gather_s, None, None)
+            held_up, stored_s = (place, who, "save held up"), readings.median((place, who, "save"))
+            cells = (1e3 * readings.median(held_up), readings.ratio(held_up, gather))
+            table.add(place, who, *cells, 1e3 * stored_s, stored_s / raw_s)
+        held_up = place, EXAMPLE, "save held up"
+        if held_up in readings:
+            cells = (1e3 * readings.median(held_up), readings.ratio(held_up, gather))
+            table.add(place, EXAMPLE, *cells, None, None)
         else:
             table.add(place, f"{EXAMPLE}: {_why_not(turns)}", None, None, None, None)
     return table

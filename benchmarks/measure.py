@@ -46,6 +46,11 @@ class Readings(Generic[R]):
             raise KeyError(what)
         return statistics.median(self._values[what])
 
+    def ratio(self, what: R, base: R) -> float:
+        """Return the median of the ratios of each round's reading to that of `base`."""
+        pairs = zip(self._values[what], self._values[base], strict=True)
+        return statistics.median(value / other for value, other in pairs)
+
     def values(self, what: R) -> Sequence[float]:
         """Return all readings, in order."""
         return self._values[what]

@@ -8,7 +8,7 @@ options.
 import asyncio
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -21,6 +21,7 @@ from obstore.store import S3Store
 from benchmarks.places import Place
 
 Body = memoryview
+_PIECE_BYTES = 1 << 18
 
 
 class RawClient(ABC):
@@ -46,11 +47,11 @@ class RawClient(ABC):
 class RawFiles(RawClient):
     """Plain files: `write` to the final name, `readinto` a ready buffer."""
 
-    def __init__(self, place: Place, *, sync: bool) -> None:
+    def __init__(self, place: Place, *, sync: bool, name: str = "") -> None:
         """`sync`: to the disk, as a store should."""
         assert place.folder is not None
-        self.name = "os, fsync" if sync else "os"
-        self._folder = place.folder / f"raw-{int(sync)}"
+        self.name = name or ("os, fsync" if sync else "os")
+        self._folder = place.folder / f"raw {self.name}"
         self._folder.mkdir(exist_ok=True)
         self._sync = sync
 
@@ -78,10 +79,51 @@ class RawFiles(RawClient):
 
         _in_lanes(some, names, lanes)
 
+    def pieces(self, name: str) -> Iterator[Body]:
+        """Yield an object in pieces, as they arrive. Each is valid until the next one."""
+        buffer = memoryview(bytearray(_PIECE_BYTES))
+        with open(self._folder / name, "rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                yield buffer[:count]
+
     def delete(self, names: Sequence[str]) -> None:
         """See RawClient."""
         for name in names:
             (self._folder / name).unlink()
+
+
+class FilesInThreads(RawFiles):
+    """The same calls, each in a thread, for an event loop that must not wait for a disk."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place, sync=True, name="os, in threads")
+        self._loop = asyncio.new_event_loop()
+        self._threads = ThreadPoolExecutor()
+
+    def put(self, names: Sequence[str], body: Body, lanes: int) -> None:
+        """See RawClient."""
+        write = super().put
+        self._each(names, lanes, lambda name: write([name], body, 1))
+
+    def get(self, names: Sequence[str], lanes: int) -> None:
+        """See RawClient."""
+        read = super().get
+        self._each(names, lanes, lambda name: read([name], 1))
+
+    def close(self) -> None:
+        """End the threads and the loop."""
+        self._threads.shutdown()
+        self._loop.close()
+
+    def _each(self, names: Sequence[str], lanes: int, call: Callable[[str], None]) -> None:
+        async def lane(first: int) -> None:
+            for name in names[first::lanes]:
+                await self._loop.run_in_executor(self._threads, call, name)
+
+        async def run() -> None:
+            await asyncio.gather(*(lane(first) for first in range(lanes)))
+
+        self._loop.run_until_complete(run())
 
 
 class RawObstore(RawClient):
@@ -121,6 +163,10 @@ class RawObstore(RawClient):
                 obstore.get(self._store, name).bytes()
 
         _in_lanes(some, names, lanes)
+
+    def pieces(self, name: str) -> Iterator[Body]:
+        """Yield an object in pieces, as they arrive. Each is valid until the next one."""
+        return map(memoryview, obstore.get(self._store, name).stream(min_chunk_size=_PIECE_BYTES))
 
 
 class RawS3fs(RawClient):

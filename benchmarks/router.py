@@ -26,7 +26,7 @@ from benchmarks.measure import in_turn, percentile
 from benchmarks.report import Report, Table, arguments, command_line
 from benchmarks.router_memory import memory_of_streams, memory_over_time
 from ecshare.router.loop import relieve_collector
-from lab.completions import KINDS, Requests, num_lost
+from lab.completions import KINDS, TEXT, Requests, num_lost
 from lab.http_load import Client, Message, Reply, at_rate, by_clients
 from lab.servers.bare_router import BareRouterProcess
 from lab.servers.example_proxy import ExampleProxy
@@ -42,6 +42,8 @@ STAGES = ("encode", "prefill", "decode")
 RATE_PER_S = 200
 CLIENTS = 16
 PICTURE_BYTES = 200_000
+EVENTS = 200
+EVENT_MS = 5
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class Size:
     num_in_all: int
     """Requests after which the memory is looked at."""
     num_streams: int
+    num_of_events: int
+    """Streams of EVENTS events of one reading."""
 
 
 def main(words: Sequence[str]) -> None:
@@ -72,6 +76,7 @@ def main(words: Sequence[str]) -> None:
         num_at_once=CLIENTS if options.quick else 1000,
         num_in_all=options.requests or (200 if options.quick else 100_000),
         num_streams=20 if options.quick else 1000,
+        num_of_events=CLIENTS if options.quick else 160,
     )
     settings = {"rounds": size.rounds, "requests": size.num_in_all, "streams": size.num_streams}
     report = Report("router", command_line(MODULE, options), settings)
@@ -85,6 +90,10 @@ def main(words: Sequence[str]) -> None:
         del places[ENGINE]
         report.add(asyncio.run(_work_of_a_core(places, size)))
         report.add(asyncio.run(memory_over_time(places[OURS], CLIENTS, size.num_in_all)))
+        more = ("--tokens", str(EVENTS), "--delay-ms", str(EVENT_MS))
+        places = _servers(stack, folder / "events", core, options.proxy, more)
+        del places[ENGINE]
+        report.add(asyncio.run(_work_of_events(places, size)))
         places = _servers(stack, folder / "held", core, None, ("--holds",))
         engine = places.pop(ENGINE)
         report.add(asyncio.run(memory_of_streams(places, engine, size.num_streams)))
@@ -217,6 +226,35 @@ async def _work_of_a_core(fronts: Mapping[str, Server], size: Size) -> Table:
                 *(1e3 * each_s, 1 / each_s, statistics.median(ratios) if ratios else None),
                 sum(each.num_lost for each in ours),
             )
+    for client in clients.values():
+        client.close()
+    return table
+
+
+async def _work_of_events(fronts: Mapping[str, Server], size: Size) -> Table:
+    table = Table(
+        f"Streams of {EVENTS} events",
+        ("through", "streams/s", "CPU ms a stream", "x bare", "lost"),
+        f"{CLIENTS} clients that never wait; a question without a picture. The engine writes an "
+        f"event each {EVENT_MS} ms, so each is passed on by itself. `x`: CPU time, the median over "
+        "the rounds of each round's ratio.",
+    )
+    clients = {name: Client(front.port.number) for name, front in fronts.items()}
+    requests = Requests(PICTURE_BYTES)
+    readings: dict[str, list[_Reading]] = {}
+    for turn in range(size.rounds):
+        for name in in_turn(list(fronts), turn):
+            asked = [requests.next(TEXT, streams=True) for _ in range(size.num_of_events)]
+            reading = await _read(fronts[name], asked, clients[name])
+            readings.setdefault(name, []).append(reading)
+    for name, ours in readings.items():
+        pairs = zip(ours, readings[BARE], strict=True)
+        table.add(
+            *(name, statistics.median(each.per_s for each in ours)),
+            1e3 * statistics.median(each.cpu_each_s for each in ours),
+            statistics.median(a.cpu_each_s / b.cpu_each_s for a, b in pairs),
+            sum(each.num_lost for each in ours),
+        )
     for client in clients.values():
         client.close()
     return table
