@@ -6,7 +6,7 @@ import json
 import resource
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -15,31 +15,19 @@ from aiohttp import web
 
 from ecshare.router.api.chat import CHAT
 from ecshare.router.http.connections import fitting_connections
-from tests.ecshare.router.fake_engine import HEAD, FakeEngine, chat, decoded, fleet
+from tests.ecshare.router.fake_engine import HEAD, FakeEngine, Fleet, chat, decoded, fleet
+from tests.ecshare.router.http.raw import BODY, Connection, answer, connected, get, post
 from tests.ecshare.router.router_process import router_process
 
-GET = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
-Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+GET = get(b"/v1/models")
 
 
 @asynccontextmanager
-async def connected(url: str, sent: bytes = b"") -> AsyncIterator[Connection]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
-    try:
-        writer.write(sent)
-        async with asyncio.timeout(20):
-            yield reader, writer
-    finally:
-        writer.close()
-        with suppress(ConnectionError):
-            await writer.wait_closed()
-
-
-async def answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    """Return the status and the body of the next answer."""
-    head = await reader.readuntil(b"\r\n\r\n")
-    (length,) = (line for line in head.split(b"\r\n") if line.startswith(b"Content-Length: "))
-    return int(head.split()[1]), await reader.readexactly(int(length.split()[1]))
+async def answered(url: str) -> AsyncIterator[Connection]:
+    """A connection that has had an answer."""
+    async with connected(url, GET) as (reader, writer):
+        assert (await answer(reader))[0] == 200
+        yield reader, writer
 
 
 @pytest.mark.parametrize("sent", [b"", b"GE", HEAD, HEAD + b"Content-Length: 2\r\n"])
@@ -50,8 +38,7 @@ async def test_a_connection_without_a_whole_head_is_closed(sent: bytes) -> None:
 
 @pytest.mark.parametrize("more", [b"", HEAD])
 async def test_a_connection_that_is_idle_after_its_answer_is_closed(more: bytes) -> None:
-    async with fleet(0, 0, client_timeout_s=1.5) as f, connected(f.url, GET) as (reader, writer):
-        assert (await answer(reader))[0] == 200
+    async with fleet(0, 0, client_timeout_s=1.5) as f, answered(f.url) as (reader, writer):
         writer.write(more)
         assert await reader.read() == b""
 
@@ -62,8 +49,7 @@ async def test_a_connection_that_is_idle_after_its_answer_is_closed(more: bytes)
 async def test_a_body_that_does_not_come_is_408(body: bytes) -> None:
     async with fleet(0, 0, client_timeout_s=0.3) as f, connected(f.url, HEAD + body) as (reader, _):
         status, content = await answer(reader)
-        assert status == 408
-        assert json.loads(content)["error"]["code"] == "body_timeout"
+        assert (status, json.loads(content)["error"]["code"]) == (408, "body_timeout")
 
 
 async def test_a_client_that_does_not_read_is_left() -> None:
@@ -80,12 +66,10 @@ async def test_a_client_that_does_not_read_is_left() -> None:
 
     async with fleet(0, 0, client_timeout_s=0.3) as f:
         f.d.answer = endless
-        body = json.dumps(chat(stream=True)).encode()
-        request = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
-        async with connected(f.url, request) as (reader, _):
+        request = post(json.dumps(chat(stream=True)).encode())
+        async with connected(f.url, request) as (reader, writer):
             await reader.readline()
-            assert reader._transport is not None  # type: ignore[attr-defined]
-            reader._transport.pause_reading()  # type: ignore[attr-defined]
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
             await ended.wait()
 
 
@@ -97,9 +81,7 @@ async def test_a_client_that_reads_slowly_gets_all() -> None:
 
     async with fleet(0, 0, client_timeout_s=1.0) as f:
         f.d.answer = answer_much
-        body = json.dumps(chat()).encode()
-        request = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
-        async with connected(f.url, request) as (reader, _):
+        async with connected(f.url, post(BODY)) as (reader, _):
             await reader.readuntil(b"\r\n\r\n")
             received = 0
             while received < len(large) and (part := await reader.read(500_000)):
@@ -109,20 +91,17 @@ async def test_a_client_that_reads_slowly_gets_all() -> None:
 
 
 async def test_a_client_beyond_the_limit_is_503_and_others_go_on() -> None:
-    async with fleet(0, 0, max_connections=2) as f, connected(f.url, GET) as (first, writer):
-        assert (await answer(first))[0] == 200
-        async with connected(f.url, GET) as (second, _):
-            assert (await answer(second))[0] == 200
-            async with connected(f.url) as (third, _):
-                status, content = await answer(third)
-                assert (status, await third.read()) == (503, b"")
-                assert json.loads(content)["error"]["code"] == "too_many_connections"
+    async with fleet(0, 0, max_connections=2) as f, answered(f.url) as (first, writer):
+        async with answered(f.url), connected(f.url) as (third, _):
+            status, content = await answer(third)
+            assert (status, await third.read()) == (503, b"")
+            assert json.loads(content)["error"]["code"] == "too_many_connections"
             writer.write(GET)
             assert (await answer(first))[0] == 200
         writer.close()
         assert await first.read() == b""
-        async with connected(f.url, GET) as (fourth, _):
-            assert (await answer(fourth))[0] == 200
+        async with answered(f.url):
+            pass
 
 
 async def test_a_router_of_its_own_refuses_them_too() -> None:
@@ -131,26 +110,23 @@ async def test_a_router_of_its_own_refuses_them_too() -> None:
     async with (
         FakeEngine(decoded).serving() as engine,
         router_process(engine.url, *one) as router,
-        connected(f":{router.port}", GET) as (first, _),
+        answered(f":{router.port}"),
+        connected(f":{router.port}", GET) as (second, _),
     ):
-        assert (await answer(first))[0] == 200
-        async with connected(f":{router.port}", GET) as (second, _):
-            assert (await answer(second))[0] == 503
+        assert (await answer(second))[0] == 503
     assert "Traceback" not in router.log
 
 
 async def test_silent_connections_make_room() -> None:
     async with (
         fleet(0, 0, max_connections=2) as f,
-        connected(f.url, GET) as (served, writer),
+        answered(f.url) as (served, writer),
         connected(f.url) as (silent, _),
+        answered(f.url),
     ):
+        assert await silent.read() == b""
+        writer.write(GET)
         assert (await answer(served))[0] == 200
-        async with connected(f.url, GET) as (third, _):
-            assert (await answer(third))[0] == 200
-            assert await silent.read() == b""
-            writer.write(GET)
-            assert (await answer(served))[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -163,16 +139,15 @@ async def test_silent_connections_make_room() -> None:
     ],
 )  # fmt: skip
 async def test_what_is_no_http_is_one_line_and_400(
-    sent: bytes, caplog: pytest.LogCaptureFixture
+    sent: bytes, f: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with fleet(0, 0) as f, connected(f.url, sent + b"\r\n\r\n") as (reader, _):
+    async with connected(f.url, sent + b"\r\n\r\n") as (reader, _):
         status, content = await answer(reader)
         assert status == 400
         assert json.loads(content)["error"]["message"] == "The HTTP request is malformed."
         assert await reader.read() == b""
     (record,) = caplog.records
-    assert record.levelname == "WARNING"
-    assert record.exc_info is None
+    assert (record.levelname, record.exc_info) == ("WARNING", None)
     assert record.getMessage().startswith("malformed HTTP from 127.0.0.1: ")
     assert record.getMessage().isprintable()
 
@@ -190,19 +165,16 @@ async def test_more_connections_than_open_files_do_no_harm() -> None:
         FakeEngine(decoded).serving() as engine,
         router_process(engine.url, *few_files) as router,
         aiohttp.ClientSession() as client,
+        aiohttp.ClientSession() as another,
     ):
-        url = f"http://127.0.0.1:{router.port}{CHAT}"
-        async with client.post(url, json=chat()) as response:
-            assert response.status == 200
-        many = [socket.create_connection(("127.0.0.1", router.port)) for _ in range(limit + 50)]
-        # On a connection that was there before, and on a new one.
-        for number, force_new in enumerate((False, True)):
-            async with (
-                aiohttp.ClientSession() as another,
-                (another if force_new else client).post(url, json=chat()) as response,
-            ):
-                assert response.status == 200
-                assert len(engine.bodies) == number + 2
+        many: list[socket.socket] = []
+        # On a connection that was there before the many, and on a new one.
+        for number, asking in enumerate((client, client, another), 1):
+            url = f"http://127.0.0.1:{router.port}{CHAT}"
+            async with asking.post(url, json=chat()) as response:
+                assert (response.status, len(engine.bodies)) == (200, number)
+            while len(many) < limit + 50:
+                many.append(socket.create_connection(("127.0.0.1", router.port)))
         for each in many:
             each.close()
     text = router.log

@@ -3,7 +3,7 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -24,9 +24,8 @@ HANGS_S = 120.0
 class Served:
     """A router in front of one engine, each a process, and a client."""
 
-    def __init__(self, router: RouterProcess, engine: StandIn) -> None:
+    def __init__(self, router: RouterProcess) -> None:
         self.router = router
-        self.engine = engine
         self.client = Client(router.port.number)
         self.requests = Requests(1000)
         self._base_bytes = self.peak_bytes()
@@ -42,23 +41,30 @@ class Served:
         taken = self.peak_bytes() - self._base_bytes
         assert taken < counted_bytes + SLACK_BYTES, f"{taken / MIB:.0f} MiB"
 
-    async def serves(self, kind: str = TEXT) -> bool:
-        return (await self.client.ask(self.requests.next(kind))).status == 200
+    async def answers(self, message: Message, status: int = 200) -> bool:
+        return (await self.client.ask(message)).status == status
 
-    async def connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection("127.0.0.1", self.router.port.number)
+    async def serves(self, kind: str = TEXT) -> bool:
+        return await self.answers(self.requests.next(kind))
+
+    async def sending(
+        self, message: bytes, stack: AsyncExitStack
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection on which this is sent; the stack closes it."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.router.port.number)
+        stack.callback(writer.close)
+        writer.write(message)
+        return reader, writer
 
 
 @asynccontextmanager
-async def served(
-    folder: Path, *options: str, engine_options: Sequence[str] = ()
-) -> AsyncIterator[Served]:
+async def served(folder: Path, *engine_options: str) -> AsyncIterator[Served]:
     with ExitStack() as stack:
         engine = stack.enter_context(StandIn("engine", folder, "decode", engine_options))
         limit = f"--max-in-flight-mb={LIMIT_MB}"
-        router = RouterProcess("router", folder, {"decoder": [engine]}, (limit, *options))
+        router = RouterProcess("router", folder, {"decoder": [engine]}, [limit])
         async with asyncio.timeout(HANGS_S):
-            serving = Served(stack.enter_context(router), engine)
+            serving = Served(stack.enter_context(router))
             assert await serving.serves()
             yield serving
             assert await serving.serves()
@@ -100,46 +106,29 @@ async def test_fifty_pictures_of_20_mb_at_once(tmp_path: Path) -> None:
 
 
 async def test_large_bodies_that_do_not_come_keep_no_small_ones_out(tmp_path: Path) -> None:
-    head, *body = Requests(PICTURE_BYTES).next(NEW)
+    large = Requests(PICTURE_BYTES).next(NEW)
     whole, _ = post(COMPLETIONS, b" " * (LIMIT_MB * MIB // 16))  # 14 of these fill it
     async with served(tmp_path) as s, AsyncExitStack() as stack:
-
-        async def begin(sent: bytes) -> asyncio.StreamReader:
-            reader, writer = await s.connection()
-            stack.callback(writer.close)
-            writer.write(sent)
-            return reader
-
         for _ in range(14):
-            await begin(whole + b"{")
-        assert await takes(s, [head, *body]), "they have been said to come, no more"
+            await s.sending(whole + b"{", stack)
+        assert await s.answers(large), "they have been said to come, no more"
         for _ in range(20):
-            await begin(head + b"".join(body)[:15_000_000])
-        await until(lambda: refuses(s, [head, *body]))
+            await s.sending(b"".join(large)[:15_000_000], stack)
+        await until(lambda: s.answers(large, 429))
         for kind in (TEXT, NEW):
             assert await s.serves(kind)
         await stack.aclose()
-        await until(lambda: takes(s, [head, *body]))
+        await until(lambda: s.answers(large))
         s.check_memory(LIMIT_MB * MIB)
-
-
-async def refuses(s: Served, message: Message) -> bool:
-    return (await s.client.ask(message)).status == 429
-
-
-async def takes(s: Served, message: Message) -> bool:
-    return (await s.client.ask(message)).status == 200
 
 
 async def test_clients_that_do_not_read_hold_little(tmp_path: Path) -> None:
     """What an engine streams to them waits at the engine."""
     stream = ("--tokens=200", f"--chars={64 * 1024}")
-    async with served(tmp_path, engine_options=stream) as s, AsyncExitStack() as stack:
+    async with served(tmp_path, *stream) as s, AsyncExitStack() as stack:
         message = b"".join(s.requests.next(TEXT, streams=True))
         for _ in range(50):
-            reader, writer = await s.connection()
-            stack.callback(writer.close)
-            writer.write(message)
+            reader, writer = await s.sending(message, stack)
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
             writer.transport.pause_reading()  # type: ignore[attr-defined]
         for kind in (TEXT, NEW):
