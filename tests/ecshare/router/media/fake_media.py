@@ -17,8 +17,16 @@ def at(*urls: str) -> dict[str, Any]:
     return chat(*({"type": "image_url", "image_url": {"url": url}} for url in urls))
 
 
-async def a_picture(http: web.Request) -> web.StreamResponse:
-    return web.Response(body=PNG)
+def answering(body: bytes = PNG, **more: Any) -> Serve:
+    """Answer whatever is asked for so; `more` as in web.Response."""
+
+    async def serve(http: web.Request) -> web.StreamResponse:
+        return web.Response(body=body, **more)
+
+    return serve
+
+
+a_picture = answering()
 
 
 @asynccontextmanager

@@ -7,8 +7,8 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from ipaddress import ip_network
 from typing import Any
 
@@ -18,14 +18,8 @@ from aiohttp import web
 from ecshare import __version__
 from ecshare.router.media import places
 from ecshare.router.types import Stage
-from tests.ecshare.router.fake_engine import (
-    PNG,
-    Fleet,
-    chat,
-    fleet,
-    picture,
-)
-from tests.ecshare.router.media.fake_media import at, served
+from tests.ecshare.router.fake_engine import PNG, Fleet, chat, fleet, picture
+from tests.ecshare.router.media.fake_media import answering, at, served
 from tests.ecshare.router.media.fake_names import SILENT, routers_ask
 from tests.ecshare.router.stages.test_encoded import media_of
 from tests.waiting import until
@@ -39,52 +33,35 @@ def got(f: Fleet) -> bytes:
     return base64.b64decode(url.partition(",")[2])
 
 
-async def test_the_router_names_itself_and_where_to_complain() -> None:
-    seen = []
-
-    async def serve(http: web.Request) -> web.StreamResponse:
-        seen.append(http.headers["User-Agent"])
-        return web.Response(body=PNG)
-
-    async with served(serve) as (f, url):
-        assert (await f.post(at(url + "/a")))[0].status == 200
-    (agent,) = seen
-    assert re.fullmatch(rf"ecshare/{re.escape(__version__)} \(\+https://\S+\)", agent)
-
-
 def deflated(content: bytes, window: int) -> bytes:
     packer = zlib.compressobj(wbits=window)
     return packer.compress(content) + packer.flush()
 
 
+GZIPPED = gzip.compress(PNG, mtime=0)
+IN_TWO = gzip.compress(PNG[:5], mtime=0) + gzip.compress(PNG[5:], mtime=0)
+
+
 @pytest.mark.parametrize(
-    ("packing", "packed"),
+    ("packing", "packed", "answered", "status"),
     [
-        ("gzip", gzip.compress(PNG, mtime=0)),
-        ("GZip", gzip.compress(PNG, mtime=0)),
-        ("gzip", gzip.compress(PNG[:5], mtime=0) + gzip.compress(PNG[5:], mtime=0)),
-        ("deflate", deflated(PNG, 15)),
-        ("deflate", deflated(PNG, -15)),
-        ("identity", PNG),
+        ("gzip", GZIPPED, 200, 200),
+        ("GZip", GZIPPED, 200, 200),
+        ("gzip", IN_TWO, 200, 200),
+        ("deflate", deflated(PNG, 15), 200, 200),
+        ("deflate", deflated(PNG, -15), 200, 200),
+        *(("identity", PNG, answered, 200) for answered in (200, 201, 203, 206)),
+        ("rot13", PNG, 200, 422),
+        ("gzip", PNG, 200, 502),
     ],
 )
-async def test_what_is_packed_is_unpacked(packing: str, packed: bytes) -> None:
-    async def serve(http: web.Request) -> web.StreamResponse:
-        return web.Response(body=packed, headers={"Content-Encoding": packing})
-
+async def test_every_success_is_one_and_what_is_packed_is_unpacked(
+    packing: str, packed: bytes, answered: int, status: int
+) -> None:
+    serve = answering(packed, status=answered, headers={"Content-Encoding": packing})
     async with served(serve) as (f, url):
-        assert (await f.post(at(url + "/a")))[0].status == 200
-        assert got(f) == PNG
-
-
-async def test_what_cannot_be_unpacked_does_not_reach_an_engine() -> None:
-    async def serve(http: web.Request) -> web.StreamResponse:
-        return web.Response(body=PNG, headers={"Content-Encoding": http.match_info["name"]})
-
-    async with served(serve) as (f, url):
-        assert (await f.post(at(url + "/rot13")))[0].status == 422
-        assert (await f.post(at(url + "/gzip")))[0].status == 502
-        assert not f.d.bodies
+        assert (await f.post(at(url + "/a")))[0].status == status
+        assert [got(f) for _ in f.d.bodies] == ([PNG] if status == 200 else [])
 
 
 async def test_what_is_packed_counts_as_what_it_holds() -> None:
@@ -93,28 +70,28 @@ async def test_what_is_packed_counts_as_what_it_holds() -> None:
     bomb = b"".join(packer.compress(bytes(MIB)) for _ in range(256)) + packer.flush()
     most = 0
 
-    async def serve(http: web.Request) -> web.StreamResponse:
-        return web.Response(body=bomb, headers={"Content-Encoding": "gzip"})
-
     async def watch(f: Fleet) -> None:
         nonlocal most
         while True:
             most = max(most, f.router.known()["memory"])
             await asyncio.sleep(0)
 
+    serve = answering(bomb, headers={"Content-Encoding": "gzip"})
     async with served(serve, max_media_bytes=32 * MIB) as (f, url):
         beside = asyncio.create_task(watch(f))
         response, body = await f.post(at(url + "/a"))
         beside.cancel()
-        assert response.status == 413
-        assert json.loads(body)["error"]["code"] == "media_too_large"
-        assert not f.d.bodies
+    assert (response.status, json.loads(body)["error"]["code"]) == (413, "media_too_large")
+    assert not f.d.bodies
     assert 2 * MIB < most < 50 * MIB, "others had their turn meanwhile, and saw what it took"
 
 
 @pytest.mark.parametrize(("number", "status"), [(0, 200), (4, 200), (10, 200), (11, 422)])
 async def test_redirects_are_followed_as_far_as_vllm_does(number: int, status: int) -> None:
+    agents = []
+
     async def serve(http: web.Request) -> web.StreamResponse:
+        agents.append(http.headers["User-Agent"])
         left = int(http.match_info["name"])
         if left:
             raise web.HTTPFound(f"/{left - 1}")
@@ -122,16 +99,8 @@ async def test_redirects_are_followed_as_far_as_vllm_does(number: int, status: i
 
     async with served(serve) as (f, url):
         assert (await f.post(at(f"{url}/{number}")))[0].status == status
-
-
-@pytest.mark.parametrize("status", [200, 201, 203, 206])
-async def test_every_success_with_a_body_is_one(status: int) -> None:
-    async def serve(http: web.Request) -> web.StreamResponse:
-        return web.Response(status=status, body=PNG)
-
-    async with served(serve) as (f, url):
-        assert (await f.post(at(url + "/a")))[0].status == 200
-        assert got(f) == PNG
+    # The router names itself, and where to complain.
+    assert re.fullmatch(rf"ecshare/{re.escape(__version__)} \(\+https://\S+\)", agents[-1])
 
 
 class Silent:
@@ -150,6 +119,15 @@ class Silent:
             self.open.remove(http.path)
         raise AssertionError
 
+    async def has(self, number: int) -> None:
+        """Wait until so many downloads are under way."""
+        await until(lambda: len(self.open) == number)
+
+
+@pytest.fixture
+def silent() -> Silent:
+    return Silent()
+
 
 def urls(host: str, number: int, name: str = "") -> list[str]:
     return [f"{host}/silent{name}-{n}" for n in range(number)]
@@ -167,55 +145,50 @@ async def in_the_way(f: Fleet, *bodies: dict[str, Any]) -> AsyncIterator[list[as
         await asyncio.gather(*asked, return_exceptions=True)
 
 
-async def test_a_host_leaves_half_of_what_is_free_to_others() -> None:
+async def test_a_host_leaves_half_of_what_is_free_to_others(silent: Silent) -> None:
     """The one that is beyond is told so; those before it go on."""
-    silent = Silent()
     # 16 places: two requests take eight of them.
     async with (
         served(silent.serve, max_connections=16) as (f, url),
         in_the_way(f, at(*urls(url, 4, "a")), at(*urls(url, 4, "b"))) as asked,
     ):
-        await until(lambda: len(silent.open) == 8)
+        await silent.has(8)
         response, body = await f.post(at(url + "/picture"))
         assert (response.status, response.headers["Retry-After"]) == (429, "2")
         assert json.loads(body)["error"]["code"] == "too_many_downloads"
-        other = url.replace("127.0.0.1", "localhost")
-        assert (await f.post(at(other + "/picture")))[0].status == 200
-        assert (await f.post(at(other + "/picture")))[0].status == 200
-        assert (await f.post(chat(picture(PNG))))[0].status == 200
+        other = at(url.replace("127.0.0.1", "localhost") + "/picture")
+        for served_all_the_same in (other, other, chat(picture(PNG))):
+            assert (await f.post(served_all_the_same))[0].status == 200
         assert not any(each.done() for each in asked)
         assert len(silent.open) == 8
         assert (await f.health())[1]["downloads"]["refused"] == 1
 
 
-async def test_a_place_is_free_when_its_request_ends() -> None:
-    silent = Silent()
+async def test_a_place_is_free_when_its_request_ends(silent: Silent) -> None:
     async with served(silent.serve, max_connections=16) as (f, url):
         for _ in range(3):
             async with in_the_way(f, at(*urls(url, 64))):
-                await until(lambda: len(silent.open) == 8)
-            await until(lambda: not silent.open)
+                await silent.has(8)
+            await silent.has(0)
         assert (await f.post(at(url + "/picture")))[0].status == 200
 
 
 async def test_slow_downloads_end_where_others_need_their_places(
-    monkeypatch: pytest.MonkeyPatch,
+    silent: Silent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many silent servers as there are places; their requests may be tried again."""
-    silent = Silent()
     hosts = [f"h{n}.example" for n in range(17)]
     async with (
         routers_ask(monkeypatch, {host: ["127.0.0.1"] for host in hosts}),
         served(silent.serve, max_connections=16) as (f, url),
     ):
         *bad, good = (url.replace("127.0.0.1", host) for host in hosts)
-        several, *single = [at(*(each + "/silent" for each in bad[:8]))] + [
-            at(each + "/silent") for each in bad[8:]
-        ]
+        several = at(*(each + "/silent" for each in bad[:8]))
+        single = [at(each + "/silent") for each in bad[8:]]
         async with in_the_way(f, several) as first:
-            await until(lambda: len(silent.open) == 8)
+            await silent.has(8)
             async with in_the_way(f, *single) as others:
-                await until(lambda: len(silent.open) == 16)
+                await silent.has(16)
                 assert (await f.post(at(good + "/picture")))[0].status == 429
                 monkeypatch.setattr(places, "_SLOW_S", 0.0)  # two seconds later, so to say
                 assert (await f.post(at(good + "/picture")))[0].status == 200
@@ -225,9 +198,10 @@ async def test_slow_downloads_end_where_others_need_their_places(
                 await until(lambda: len(silent.open) == 8)
 
 
-async def test_beside_silent_names_all_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_beside_silent_names_all_others_are_served(
+    silent: Silent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Text, pictures in the request, and pictures of other names."""
-    silent = Silent()
     names = [f"http://h{n}.{SILENT}/a" for n in range(64)]
     async with (
         routers_ask(monkeypatch, {"a.example": ["127.0.0.1"]}) as server,
@@ -243,34 +217,20 @@ async def test_beside_silent_names_all_others_are_served(monkeypatch: pytest.Mon
         assert len({name for name in server.asked if name.endswith(SILENT)}) == 8
 
 
-async def test_engines_names_need_no_thread_that_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What clients send is hashed in threads of its own."""
-    loop = asyncio.get_running_loop()
-    used = []
-
-    def noted(executor: object, *args: Any) -> Any:
-        used.append(executor)
-        return type(loop).run_in_executor(loop, executor, *args)  # type: ignore[arg-type]
-
-    async with fleet(0, 0) as f:
-        monkeypatch.setattr(loop, "run_in_executor", noted)
-        assert (await f.post(chat(picture(bytes(1_000_000)))))[0].status == 200
-    assert used
-    assert None not in used, "the loop's own, which looks engines up and reads --engines"
-
-
 class Forward:
     """A proxy on this host, which answers by itself."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
         self.heads: list[str] = []
         self.hello = b""
         """What came after a CONNECT."""
 
+    @property
+    def asked(self) -> list[str]:
+        return [head.partition("\r\n")[0] for head in self.heads]
+
     async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        self.asked.append(head.partition("\r\n")[0])
         self.heads.append(head)
         if head.startswith("CONNECT"):
             writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
@@ -281,84 +241,82 @@ class Forward:
         writer.close()
 
 
-@asynccontextmanager
-async def proxied(
-    monkeypatch: pytest.MonkeyPatch, login: str = "", **options: Any
-) -> AsyncIterator[tuple[Fleet, Forward]]:
+ADDRESSES = {
+    "a.example": ["192.0.2.7"],
+    "private.example": ["10.0.0.1"],
+    "direct.example": ["127.0.0.1"],
+}
+Proxied = Callable[..., AbstractAsyncContextManager[tuple[Fleet, Forward]]]
+
+
+@pytest.fixture
+def proxied(monkeypatch: pytest.MonkeyPatch) -> Proxied:
     """A router whose environment names a proxy; media may come from 192.0.2.0/24 alone."""
-    forward = Forward()
-    async with await asyncio.start_server(forward, "127.0.0.1", 0) as server:
-        url = f"http://{login}127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        for name in ("http_proxy", "https_proxy"):
-            monkeypatch.delenv(name.upper(), raising=False)
-            monkeypatch.setenv(name, url)
-        monkeypatch.delenv("NO_PROXY", raising=False)
-        monkeypatch.setenv("no_proxy", "direct.example")
-        known = {
-            "a.example": ["192.0.2.7"],
-            "private.example": ["10.0.0.1"],
-            "direct.example": ["127.0.0.1"],
-        }
-        async with (
-            routers_ask(monkeypatch, known),
-            fleet(0, 0, **{"allow_media_networks": (ip_network("192.0.2.0/24"),), **options}) as f,
-        ):
-            yield f, forward
+
+    @asynccontextmanager
+    async def proxied(login: str = "", **options: Any) -> AsyncIterator[tuple[Fleet, Forward]]:
+        forward, allowed = Forward(), (ip_network("192.0.2.0/24"),)
+        async with await asyncio.start_server(forward, "127.0.0.1", 0) as server:
+            url = f"http://{login}127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            for name, value in (("http", url), ("https", url), ("no", "direct.example")):
+                monkeypatch.delenv(f"{name}_proxy".upper(), raising=False)
+                monkeypatch.setenv(f"{name}_proxy", value)
+            async with (
+                routers_ask(monkeypatch, ADDRESSES),
+                fleet(0, 0, allow_media_networks=allowed, **options) as f,
+            ):
+                yield f, forward
+
+    return proxied
 
 
-async def test_proxies_of_the_environment_are_used_and_told_addresses(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with proxied(monkeypatch, "me:secret@") as (f, forward):
+async def test_proxies_of_the_environment_are_used_and_told_addresses(proxied: Proxied) -> None:
+    async with proxied("me:secret@") as (f, forward):
         assert (await f.post(at("http://a.example:81/b")))[0].status == 200
         assert got(f) == PNG
-        assert forward.asked == ["GET http://192.0.2.7:81/b HTTP/1.1"]
-        (head,) = forward.heads
-        assert "\r\nHost: a.example:81\r\n" in head
-        login = base64.b64encode(b"me:secret").decode()
-        assert f"\r\nProxy-Authorization: Basic {login}\r\n" in head
         assert (await f.post(at("https://a.example/b")))[0].status == 502
-        assert forward.asked[1] == "CONNECT 192.0.2.7:443 HTTP/1.1"
-        assert f"\r\nProxy-Authorization: Basic {login}\r\n" in forward.heads[1]
-        assert b"a.example" in forward.hello, "whose certificate it must be"
+    get, connect = "GET http://192.0.2.7:81/b HTTP/1.1", "CONNECT 192.0.2.7:443 HTTP/1.1"
+    assert forward.asked == [get, connect]
+    assert "\r\nHost: a.example:81\r\n" in forward.heads[0]
+    login = base64.b64encode(b"me:secret").decode()
+    for head in forward.heads:
+        assert f"\r\nProxy-Authorization: Basic {login}\r\n" in head
+    assert b"a.example" in forward.hello, "whose certificate it must be"
+
+
+LOCAL = ("127.0.0.1", "10.0.0.1", "[::1]", "2130706433", "127.1", "0x7f000001")
 
 
 @pytest.mark.parametrize("resolves", [False, True])
 @pytest.mark.parametrize(
-    ("url", "status"),
-    [
-        ("http://127.0.0.1/", 400),
-        ("http://10.0.0.1/", 400),
-        ("http://[::1]/", 400),
-        ("http://2130706433/", 400),
-        ("http://127.1/", 400),
-        ("http://0x7f000001/", 400),
-        ("http://direct.example/", 502),
-    ],
+    ("host", "status"), [*((host, 400) for host in LOCAL), ("direct.example", 502)]
 )
 async def test_no_proxy_leads_to_an_address_that_is_not_allowed(
-    url: str, status: int, resolves: bool, monkeypatch: pytest.MonkeyPatch
+    host: str, status: int, resolves: bool, proxied: Proxied
 ) -> None:
-    async with proxied(monkeypatch, media_proxy_resolves=resolves) as (f, forward):
-        assert (await f.post(at(url)))[0].status == status
+    async with proxied(media_proxy_resolves=resolves) as (f, forward):
+        assert (await f.post(at(f"http://{host}/")))[0].status == status
         assert not forward.asked
 
 
+@pytest.mark.parametrize(
+    ("host", "resolves", "status"),
+    [
+        ("unknown.example", False, 502),
+        ("private.example", False, 502),
+        ("unknown.example", True, 200),
+    ],
+)
 async def test_a_proxy_gets_names_only_if_the_operator_says_so(
-    monkeypatch: pytest.MonkeyPatch,
+    host: str, resolves: bool, status: int, proxied: Proxied
 ) -> None:
-    unknown = "http://unknown.example/a"
-    async with proxied(monkeypatch) as (f, forward):
-        for url in (unknown, "http://private.example/a"):
-            assert (await f.post(at(url)))[0].status == 502
-        assert not forward.asked
-    async with proxied(monkeypatch, media_proxy_resolves=True) as (f, forward):
-        assert (await f.post(at(unknown)))[0].status == 200
-        assert forward.asked == ["GET http://unknown.example/a HTTP/1.1"]
+    async with proxied(media_proxy_resolves=resolves) as (f, forward):
+        assert (await f.post(at(f"http://{host}/a")))[0].status == status
+        assert forward.asked == ([f"GET http://{host}/a HTTP/1.1"] if resolves else [])
 
 
-async def test_engines_are_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with proxied(monkeypatch) as (f, forward):
+async def test_engines_are_asked_without_a_proxy(proxied: Proxied) -> None:
+    async with proxied() as (f, forward):
         assert (await f.post(chat()))[0].status == 200
         assert await f.router.client.is_healthy(next(iter(f.router.pools[Stage.DECODE])), 2.0)
         assert not forward.asked

@@ -22,32 +22,27 @@ def never() -> None:
 class Slow:
     """Places whose clock a test moves, and the downloads that have them, by host."""
 
-    number: int
+    stack: ExitStack
     now_s: float = 0.0
     held: dict[str, Place] = field(default_factory=dict)
     ended: list[str] = field(default_factory=list)
     """Hosts whose downloads others have ended, in order."""
 
     def __post_init__(self) -> None:
-        self.places = Places(self.number, lambda: self.now_s)
-        self._stack = ExitStack()
+        self.places = Places(16, lambda: self.now_s)
 
     def begin(self, *hosts: str) -> None:
         for host in hosts:
             place = Place(self.places, partial(self.ended.append, host))
-            self.held[host] = self._stack.enter_context(place)
-            self.held[host].take(host)
-
-    def end(self) -> None:
-        self._stack.close()
-        assert self.places.num_used == 0
+            self.held[host] = self.stack.enter_context(place)
+            place.take(host)
 
 
 @pytest.fixture
 def slow() -> Iterator[Slow]:
-    made = Slow(16)
-    yield made
-    made.end()
+    with ExitStack() as stack:
+        yield (slow := Slow(stack))
+    assert slow.places.num_used == 0
 
 
 def fill(places: Places, owner: str) -> int:
@@ -88,7 +83,8 @@ def test_a_place_that_finds_no_new_one_is_free() -> None:
     places = Places(4)
     with Place(places, never) as place:
         place.take("a")
-        fill(places, "b"), fill(places, "c"), fill(places, "d")
+        for other in "bcd":
+            fill(places, other)
         with pytest.raises(FullError):
             place.take("b")
     assert places.num_used == 3
