@@ -6,7 +6,6 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from lab.http_load import Client, by_clients, post
 from lab.servers.router import RouterProcess
 from lab.servers.stand_in import StandIn
 from tests.conftest import LOGS
-from tests.ecshare.router.telemetry.browser import CHROMIUM, Tab, browser
+from tests.ecshare.router.telemetry.browser import Tab
 
 KEY = "a-status-key-for-a-picture-01234"
 PICTURE = os.environ.get("DASHBOARD_PICTURE")
@@ -26,14 +25,7 @@ DELAYS_MS = {"encoder": 180, "prefiller": 120, "decoder": 25}
 FLEET = {"encoder": 1, "prefiller": 2, "decoder": 2}
 
 
-@pytest.fixture
-async def tab(tmp_path: Path) -> AsyncIterator[Tab]:
-    async with browser(tmp_path / "profile") as tab:
-        yield tab
-
-
 @pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here: apt-get install chromium")
 async def test_the_dashboard_shows_a_router_with_traffic(tab: Tab, tmp_path: Path) -> None:
     (tmp_path / "key").write_text(KEY)
     (tmp_path / "key").chmod(0o600)

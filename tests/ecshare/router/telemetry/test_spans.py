@@ -61,30 +61,28 @@ async def test_a_completion_is_a_span_above_its_calls(collector: Collector, stre
             assert headers["tracestate"] == "vendor=1"
 
 
-async def test_a_failed_call_is_an_error_and_the_request_is_none(collector: Collector) -> None:
-    async with fleet(otlp_traces_endpoint=collector.endpoint) as f:
-        f.p.answer = failing(500)
-        response = await post(f)
-        assert response.status == 200
-        got = await trace_of(collector, 3)
-        assert got["ecshare.prefill"].is_error
-        assert got["ecshare.prefill"].attributes["error.type"] == "failed"
-        assert not got["ecshare.decode"].is_error
-        assert not got["POST /v1/chat/completions"].is_error
-
-
-@pytest.mark.parametrize(("status", "is_error"), [(400, False), (500, True)])
+@pytest.mark.parametrize(
+    ("num_p", "engine", "status", "errors"),
+    [
+        (1, "p", 500, {"ecshare.prefill"}),  # D has answered
+        (0, "d", 400, {"ecshare.decode"}),  # the client was wrong, not the router
+        (0, "d", 500, {"ecshare.decode", "POST /v1/chat/completions"}),
+    ],
+)
 async def test_who_was_wrong_decides_what_is_an_error(
-    collector: Collector, status: int, is_error: bool
+    collector: Collector, num_p: int, engine: str, status: int, errors: set[str]
 ) -> None:
-    async with fleet(0, 0, otlp_traces_endpoint=collector.endpoint) as f:
-        f.d.answer = failing(status)
+    async with fleet(0, num_p, otlp_traces_endpoint=collector.endpoint) as f:
+        getattr(f, engine).answer = failing(status)
         response = await post(f)
-        got = await trace_of(collector, 2)
-        whole = got["POST /v1/chat/completions"]
-        assert whole.attributes["http.response.status_code"] == response.status
-        assert whole.attributes["error.type"]
-        assert whole.is_error is is_error
+        got = await trace_of(collector, 2 + num_p)
+    assert {name for name, span in got.items() if span.is_error} == errors
+    whole = got["POST /v1/chat/completions"]
+    assert whole.attributes["http.response.status_code"] == response.status
+    assert bool(whole.attributes.get("error.type")) is (num_p == 0)
+    if num_p:
+        assert response.status == 200
+        assert got["ecshare.prefill"].attributes["error.type"] == "failed"
 
 
 async def test_without_a_traceparent_a_trace_begins(collector: Collector) -> None:

@@ -8,30 +8,17 @@ from typing import Any
 import pytest
 
 from ecshare.router.api.chat import CHAT
-from tests.ecshare.router.fake_engine import (
-    EVENTS,
-    PNG,
-    STATUS_KEY,
-    Fleet,
-    Hanging,
-    Held,
-    chat,
-    decoded,
-    failing,
-    fleet,
-    hang_up,
-    picture,
-)
+from tests.ecshare.router import fake_engine
+from tests.ecshare.router.fake_engine import EVENTS, PNG, Fleet, Hanging, Held, chat, fleet, picture
+from tests.ecshare.router.telemetry.asking import SOON_S, get, on_its_way, told
 from tests.waiting import until
 
-SOON_S = 10.0
 LONG_S = 600.0
-WITH_KEY = {"Authorization": f"Bearer {STATUS_KEY}"}
 
 
-async def ask(f: Fleet, path: str, headers: dict[str, str] | None = None) -> tuple[int, Any]:
-    async with f.client.get(f.url + path, headers=headers) as response:
-        return response.status, await response.json()
+async def ask(f: Fleet, path: str) -> tuple[int, Any]:
+    response, text = await get(f, path)
+    return response.status, json.loads(text)
 
 
 async def test_it_is_ready_as_long_as_one_decode_is() -> None:
@@ -49,14 +36,13 @@ async def test_it_is_ready_as_long_as_one_decode_is() -> None:
 
 
 async def test_a_decode_that_hangs_is_neither_asked_nor_ready() -> None:
-    async with fleet(0, 0, 1, first_byte_timeout_s=0.1) as f:
-        f.d.answer = Hanging()
-        asked = asyncio.create_task(f.post(chat(stream=True)))
-        await until(lambda: f.is_left_out(f.d))
-        assert (await ask(f, "/ready"))[0] == 503, "whatever its /health says"
-        (report,) = (await f.health())[1]["stages"]["decode"]
-        assert (report["healthy"], report["state"]) == (False, "down")
-        asked.cancel()
+    async with fleet(0, 0, first_byte_timeout_s=0.1) as f:
+        f.d.answer = hanging = Hanging()
+        async with on_its_way(f, hanging, chat(stream=True)):
+            await until(lambda: f.is_left_out(f.d))
+            assert (await ask(f, "/ready"))[0] == 503, "whatever its /health says"
+            (report,) = (await f.health())[1]["stages"]["decode"]
+            assert (report["healthy"], report["state"]) == (False, "down")
 
 
 async def test_a_hung_decode_does_not_delay_what_another_answers() -> None:
@@ -66,8 +52,8 @@ async def test_a_hung_decode_does_not_delay_what_another_answers() -> None:
 
 
 async def test_asking_often_asks_the_engines_no_more_often() -> None:
-    async with fleet(0, 0, 1) as f:
-        probes = []
+    async with fleet(0, 0) as f:
+        probes: list[int] = []
         f.d.on_health = lambda: probes.append(1)
         f.d.health_answers = asyncio.Event()
         asked = [asyncio.create_task(ask(f, "/ready")) for _ in range(20)]
@@ -83,26 +69,18 @@ async def test_asking_often_asks_the_engines_no_more_often() -> None:
         assert len(probes) == 2
 
 
-async def test_status_is_for_those_who_have_the_key() -> None:
+async def test_status_tells_what_the_router_knows_and_asks_no_engine() -> None:
     async with fleet(num_p=2, num_d=2) as f:
-        for headers in (None, {"Authorization": "Bearer wrong"}, {"Authorization": ""}):
-            status, body = await ask(f, "/status", headers)
-            assert (status, body["error"]["code"]) == (401, "status_key_needed")
-            assert "127.0.0.1" not in json.dumps(body)
-        f.p.answer, f.d.answer = hang_up, failing(500)
+        f.p.answer, f.d.answer = fake_engine.hang_up, fake_engine.failing(500)
         for _ in range(2):
             assert (await f.post(chat()))[0].status == 200
-        asked = []
+        asked: list[int] = []
         for engine in (f.e, *f.prefillers, *f.decoders):
             engine.on_health = lambda: asked.append(1)
-        status, body = await ask(f, "/status", WITH_KEY)
-        assert status == 200
+        body = await told(f, "/status")
         assert (body["draining"], body["in_flight"]) == (False, 0)
-        states = {
-            each["url"]: each["state"]
-            for stage in body["stages"].values()
-            for each in stage["engines"]
-        }
+        engines = [each for stage in body["stages"].values() for each in stage["engines"]]
+        states = {each["url"]: each["state"] for each in engines}
         assert states[f.e.url] == "up"
         assert sorted(states[each.url] for each in f.prefillers) == ["down", "up"]
         assert body["retries"]["refused"] == 0
@@ -111,38 +89,29 @@ async def test_status_is_for_those_who_have_the_key() -> None:
         assert not asked
 
 
-async def test_status_counts_the_requests_in_each_stage() -> None:
-    async with fleet() as f:
-        f.p.answer = held = Held(f.p.answer)
-        asked = asyncio.create_task(f.post(chat(picture(PNG))))
-        await asyncio.wait_for(held.asked.wait(), SOON_S)
-        _, body = await ask(f, "/status", WITH_KEY)
-        assert body["in_flight"] == 1
-        inside = {stage: each["in_flight"] for stage, each in body["stages"].items()}
-        assert inside == {"encode": 0, "prefill": 1, "decode": 1}
+async def test_status_counts_the_requests_in_each_stage(f: Fleet) -> None:
+    async def inside() -> list[int]:
+        status = await told(f, "/status")
+        return [status["in_flight"], *(each["in_flight"] for each in status["stages"].values())]
+
+    f.p.answer = held = Held(f.p.answer)
+    async with on_its_way(f, held, chat(picture(PNG))) as asked:
+        assert await inside() == [1, 0, 1, 1]
+        assert (await told(f, "/status"))["memory"] > 0
         held.let_go.set()
         await asked
-        _, body = await ask(f, "/status", WITH_KEY)
-        assert {each["in_flight"] for each in body["stages"].values()} == {0}
+    assert await inside() == [0, 0, 0, 0]
 
 
-async def draining(f: Fleet, drain_s: float, hurry: asyncio.Event) -> asyncio.Task[None]:
-    """Have the router stop; returns when it has begun to."""
-    task = asyncio.create_task(f.router.in_flight.drain(drain_s, hurry))
-    await until(lambda: f.router.in_flight.is_draining)
-    return task
-
-
-async def test_what_is_in_flight_ends_and_nothing_begins() -> None:
-    async with fleet() as f:
-        f.p.answer = held = Held(f.p.answer)
-        asked = asyncio.create_task(f.post(chat(picture(PNG), stream=True)))
-        await asyncio.wait_for(held.asked.wait(), SOON_S)
-        drain = await draining(f, LONG_S, asyncio.Event())
+async def test_what_is_in_flight_ends_and_nothing_begins(f: Fleet) -> None:
+    f.p.answer = held = Held(f.p.answer)
+    async with on_its_way(f, held, chat(picture(PNG), stream=True)) as asked:
+        drain = asyncio.create_task(f.router.in_flight.drain(LONG_S, asyncio.Event()))
+        await until(lambda: f.router.in_flight.is_draining)
         reason = "the router is shutting down"
         assert await ask(f, "/ready") == (503, {"status": "not ready", "reason": reason})
         assert (await ask(f, "/live"))[0] == 200
-        assert (await ask(f, "/status", WITH_KEY))[1]["draining"] is True
+        assert (await told(f, "/status"))["draining"] is True
         response, body = await f.post(chat())
         assert (response.status, response.headers["Retry-After"]) == (503, "1")
         assert response.headers["Connection"] == "close"
@@ -171,11 +140,9 @@ async def test_a_stream_that_must_end_ends_with_an_error_event(by: str) -> None:
         await asyncio.wait_for(hanging.left.wait(), SOON_S)
 
 
-async def test_an_answer_that_must_end_is_an_error() -> None:
-    async with fleet() as f:
-        f.d.answer = hanging = Hanging()
-        asked = asyncio.create_task(f.post(chat(picture(PNG))))
-        await asyncio.wait_for(hanging.asked.wait(), SOON_S)
+async def test_an_answer_that_must_end_is_an_error(f: Fleet) -> None:
+    f.d.answer = hanging = Hanging()
+    async with on_its_way(f, hanging, chat(picture(PNG))) as asked:
         await f.router.in_flight.drain(0.05, asyncio.Event())
         response, body = await asyncio.wait_for(asked, SOON_S)
         assert (response.status, response.headers["Retry-After"]) == (503, "1")
@@ -185,11 +152,10 @@ async def test_an_answer_that_must_end_is_an_error() -> None:
 
 async def test_a_late_answer_is_late_for_its_own_deadline_until_then() -> None:
     async with fleet(0, 0, timeout_s=0.2) as f:
-        f.d.answer = Held(decoded)
-        asked = asyncio.create_task(f.post(chat()))
-        await f.d.answer.asked.wait()
-        await asyncio.wait_for(f.router.in_flight.drain(LONG_S, asyncio.Event()), SOON_S)
-        assert (await asked)[0].status == 504
+        f.d.answer = held = Held(fake_engine.decoded)
+        async with on_its_way(f, held, chat()) as asked:
+            await asyncio.wait_for(f.router.in_flight.drain(LONG_S, asyncio.Event()), SOON_S)
+            assert (await asked)[0].status == 504
 
 
 async def test_the_head_of_a_health_answer_is_enough() -> None:
@@ -199,8 +165,7 @@ async def test_the_head_of_a_health_answer_is_enough() -> None:
         await reader.read()  # until the router has gone
         writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         async with fleet(0, 0, 0, decoders_more=(url,)) as f, asyncio.timeout(1.5):
             assert (await f.health())[0] == 200
