@@ -11,7 +11,7 @@ import pytest
 from ecshare.router.options.arguments import parse_arguments
 from ecshare.router.options.config import RouterConfig
 
-ENGINES = ["--decoder", "http://d:3"]
+D = "--decoder=http://d:3"
 OPTION = "ECSHARE_ROUTER_OPTION_"
 Refused = Callable[..., str]
 
@@ -61,66 +61,89 @@ def test_every_option_arrives() -> None:
 
 
 def test_the_defaults_are_the_structs() -> None:
-    arguments = ["--decoder", "http://d:3"]
-    assert parse_arguments(arguments) == RouterConfig(decoders=("http://d:3",))
+    assert parse_arguments([D]) == RouterConfig(decoders=("http://d:3",))
+
+
+LOOKS = "must look like http://host:port"
+TWICE = "name each engine once"
+
+
+LINES = [
+    ("", "--decoder"),
+    ("--decoder d:3", f"--decoder: 'd:3' {LOOKS}"),
+    ("--decoder ftp://d", LOOKS),
+    ("--decoder http://", LOOKS),
+    ("--decoder http://d:99999", "'http://d:99999' is not a url"),
+    ("--decoder http://u:p@d", "takes no user"),
+    ("--decoder http://d?x=1", "takes no user, query"),
+    ("--decoder http://d\\e:80", LOOKS),
+    ("--decoder http://a..b:80", LOOKS),
+    (f"--decoder http://{'d' * 64}", LOOKS),
+    ("--decoder dns+http://.d", LOOKS),
+    ("--decoder http://d --encode http://e", "unrecognized arguments"),
+    (
+        "--decoder http://d --decoder http://d/",
+        f"argument --decoder: http://d is already in --decoder; {TWICE}",
+    ),
+    ("--encoder http://d --decoder http://D:80/v1", "http://d is already in --encoder"),
+    (
+        "--encoder http://e --prefiller http://e --decoder http://d",
+        f"argument --prefiller: http://e is already in --encoder; {TWICE}",
+    ),
+]
+VALUES = [
+    ("port", ("0", "x", "65536"), "be a whole number from 1 to 65535"),
+    ("timeout-s", ("0", "nan", "x"), "be a number above 0 and below 1e9"),
+    ("max-items", ("0", "x"), "be a whole number of at least 1"),
+    ("max-decodes", ("-1", "x"), "be a whole number of at least 0"),
+    ("retry-share", ("2", "nan", "x"), "be a number from 0 to 1"),
+    ("hand-over", ("never",), "be one of streamed, after, direct"),
+    (
+        "allow-media-network",
+        ("x", "10.0.0.1/8"),
+        "be a network like 10.0.0.0/8 or fd00::/8, or",
+    ),
+    (
+        "forward-header",
+        ("Host", "content-length", "X-ECShare-Router", "Connection", "a b", "a:b", "a:", ""),
+        "be the name of a header that does not belong to the connection",
+    ),
+    (
+        "allow-origin",
+        ("chat.example", "https://a/b", "https://", "https://a, *"),
+        "look like https://chat.example",
+    ),
+    ("otlp-traces-endpoint", ("collector.example:4317",), "look like http:"),
+]
+VARIABLES = [
+    ("MAX_ITEMS", "x", "MAX_ITEMS: 'x' must be a whole number of at least 1"),
+    ("MAX_ITEM", "1", "MAX_ITEM: the router has no option 'max-item'; did you mean max-items?"),
+    ("BALANCE", "luck", "BALANCE: 'luck' must be one of affinity, load"),
+    ("ACCESS_LOG", "yes", "ACCESS_LOG: 'yes' must be true or false"),
+    ("STATUS_KEY", "the key itself", "STATUS_KEY: a key is given as env:NAME or file:"),
+    ("CONFIG", "/router.toml", "CONFIG: the router has no option 'config'"),
+    ("ENCODER", "http://d:3", "http://d:3 is already in --encoder"),
+]
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("arguments", "environment", "message"),
     [
-        ("", "--decoder"),
-        ("--decoder d:3", "--decoder: 'd:3' must look like http://host:port"),
-        ("--decoder ftp://d", "must look like http://host:port"),
-        ("--decoder http://", "must look like http://host:port"),
-        ("--decoder http://d:99999", "'http://d:99999' is not a url"),
-        ("--decoder http://u:p@d", "takes no user"),
-        ("--decoder http://d?x=1", "takes no user, query"),
-        ("--decoder http://d\\e:80", "must look like http://host:port"),
-        ("--decoder http://a..b:80", "must look like http://host:port"),
-        (f"--decoder http://{'d' * 64}", "must look like http://host:port"),
-        ("--decoder dns+http://.d", "must look like http://host:port"),
-        ("--decoder http://d --encode http://e", "unrecognized arguments"),
-        (
-            "--decoder http://d --decoder http://d/",
-            "argument --decoder: http://d is already in --decoder; name each engine once",
+        *((line.split(), {}, message) for line, message in LINES),
+        *(
+            ([D, f"--{name}={value}"], {}, f"argument --{name}: {value!r} must {reason}")
+            for name, values, reason in VALUES
+            for value in values
         ),
-        ("--encoder http://d --decoder http://D:80/v1", "http://d is already in --encoder"),
-        (
-            "--encoder http://e --prefiller http://e --decoder http://d",
-            "argument --prefiller: http://e is already in --encoder; name each engine once",
-        ),
+        *(([D], {OPTION + name: value}, message) for name, value, message in VARIABLES),
     ],
 )
-def test_a_senseless_command_line_is_refused_with_the_reason(
-    line: str, message: str, refused: Refused
+def test_what_is_wrong_is_refused_with_the_reason(
+    arguments: list[str], environment: dict[str, str], message: str, refused: Refused
 ) -> None:
-    assert message in refused(line.split())
-
-
-@pytest.mark.parametrize(
-    ("name", "values", "reason"),
-    [
-        ("port", "0 x 65536", "a whole number from 1 to 65535"),
-        ("timeout-s", "0 nan x", "a number above 0 and below 1e9"),
-        ("max-items", "0 x", "a whole number of at least 1"),
-        ("max-decodes", "-1 x", "a whole number of at least 0"),
-        ("retry-share", "2 nan x", "a number from 0 to 1"),
-        ("hand-over", "never", "one of streamed, after, direct"),
-        ("allow-media-network", "x 10.0.0.1/8", "a network like 10.0.0.0/8 or fd00::/8, or one"),
-        ("forward-header", "Host a:b", "the name of a header that does not belong to"),
-    ],
-)
-def test_a_value_that_is_none_is_refused(
-    name: str, values: str, reason: str, refused: Refused
-) -> None:
-    for value in values.split():
-        said = refused([*ENGINES, f"--{name}", value])
-        assert f"argument --{name}: {value!r} must be {reason}" in said
-
-
-def test_a_collector_is_named_by_its_url(refused: Refused) -> None:
-    said = refused([*ENGINES, "--otlp-traces-endpoint", "collector.example:4317"])
-    assert "argument --otlp-traces-endpoint: 'collector.example:4317' must look like http:" in said
+    said = refused(arguments, **environment)
+    assert message in said
+    assert "the key itself" not in said
 
 
 @pytest.mark.parametrize(
@@ -163,8 +186,8 @@ def test_engines_come_from_a_file(tmp_path: Path, refused: Refused) -> None:
         assert message in refused([*given, stage, "http://d"])
     path.write_text('{"decoders": [{"url": "http://D:3/", "models": ["m"]}]}')
     assert parse_arguments(given).decoders == ("http://d:3",)
-    path.write_text('{"decoders": 5}')
-    assert "argument --engines: " in refused(given)
+    said = refused(["--engines", str(tmp_path)])
+    assert f"argument --engines: {tmp_path} cannot be read: Is a directory" in said
 
 
 def test_options_come_from_a_file_the_environment_and_the_command_line(tmp_path: Path) -> None:
@@ -197,53 +220,58 @@ def test_options_come_from_a_file_the_environment_and_the_command_line(tmp_path:
 def test_values_given_once_replace_those_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "router.toml"
     path.write_text('decoder = ["http://a", "http://b"]\naccess-log = true\n')
-    given = [*ENGINES, "--config", str(path)]
+    given = [D, "--config", str(path)]
     environment = {f"{OPTION}ACCESS_LOG": "false"}
     parsed = parse_arguments(given, environment=environment)
     assert (parsed.decoders, parsed.access_log) == (("http://d:3",), False)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("MAX_ITEMS", "x", "MAX_ITEMS: 'x' must be a whole number of at least 1"),
-        ("MAX_ITEM", "1", "MAX_ITEM: the router has no option 'max-item'; did you mean max-items?"),
-        ("BALANCE", "luck", "BALANCE: 'luck' must be one of affinity, load"),
-        ("ACCESS_LOG", "yes", "ACCESS_LOG: 'yes' must be true or false"),
-        ("STATUS_KEY", "the key itself", "STATUS_KEY: a key is given as env:NAME or file:"),
-        ("CONFIG", "/router.toml", "CONFIG: the router has no option 'config'"),
-        ("ENCODER", "http://d:3", "http://d:3 is already in --encoder"),
-    ],
-)
-def test_wrong_variable_is_refused_with_the_reason(
-    name: str, value: str, message: str, refused: Refused
-) -> None:
-    said = refused(ENGINES, **{OPTION + name: value})
-    assert message in said
-    assert "the key itself" not in said
+OF_OPTIONS = [
+    (b"max-items = 0", "file: max-items: '0' must be a whole number of at least 1"),
+    (b"max-items = [1, 2]", "file: max-items: it can be given once only"),
+    (b"max-items = []", "file: max-items: it can be given once only"),
+    (b"max_items = 1", "file: max_items: the router has no option 'max_items'; did you mean"),
+    (b"port = 2026-11-27", "file: port: it must be a text, a number, true or false"),
+    (b"[router]\nport = 1", "file: router: it must be a text, a number, true or false"),
+    (b"port = ", "file is no TOML: "),
+    (b"\xff", "file is no TOML: "),
+    (b"a = " + b"[" * 5000, "file is no TOML: "),
+    (b"#" * (1 << 20) + b"#", "file: it is larger than 1048576 bytes"),
+    (None, "file cannot be read: No such file or directory"),
+]
+OF_ENGINES = [
+    (b"", "file: Input data was truncated"),
+    (b"[]", "file: Expected `object`, got `array`"),
+    (b'{"decoders": ["http://d"], "decoder": []}', "unknown field `decoder`"),
+    (b'{"encoders": ["http://e"]}', "missing required field `decoders`"),
+    (b'{"decoders": []}', "decoders: name at least one engine"),
+    (b'{"decoders": [5]}', "Expected `str | object`, got `int` - at `$.decoders[0]`"),
+    (b'{"decoders": ["d:3"]}', f"'d:3' {LOOKS}"),
+    (b'{"decoders": ["dns+https://d"]}', f"'https://d' {LOOKS}"),
+    (b'{"decoders": [{"models": ["m"]}]}', "missing required field `url` - at `$.decoders[0]`"),
+    (b'{"decoders": [{"url": "http://d", "models": []}]}', "of length >= 1 - at `$.decoders[0]"),
+    (b'{"decoders": [{"url": "http://d", "model": "m"}]}', "unknown field `model` - at `$.dec"),
+    (
+        b'{"decoders": ["http://d"], "encoders": [{"url": "http://d/v1"}]}',
+        "decoders: http://d is already in encoders",
+    ),
+    (b'{"decoders": ["' + b"x" * 1024 * 1024 + b'"]}', "it is larger than 1048576 bytes"),
+    (b"[" * 100_000, "file: "),
+    (b'{"decoders": ["\xff"]}', "file: "),
+]
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"max-items = 0", "router.toml: max-items: '0' must be a whole number of at least 1"),
-        (b"max-items = [1, 2]", "router.toml: max-items: it can be given once only"),
-        (b"max-items = []", "router.toml: max-items: it can be given once only"),
-        (b"max_items = 1", "router.toml: max_items: the router has no option 'max_items'; did"),
-        (b"port = 2026-11-27", "router.toml: port: it must be a text, a number, true or false"),
-        (b"[router]\nport = 1", "router.toml: router: it must be a text, a number, true or"),
-        (b"port = ", "router.toml is no TOML: "),
-        (b"\xff", "router.toml is no TOML: "),
-        (b"a = " + b"[" * 5000, "router.toml is no TOML: "),
-        (b"#" * (1 << 20) + b"#", "router.toml: it is larger than 1048576 bytes"),
-        (None, "router.toml cannot be read: No such file or directory"),
-    ],
-    ids=range(11),
+    ("option", "content", "message"),
+    [*(("config", *each) for each in OF_OPTIONS), *(("engines", *each) for each in OF_ENGINES)],
+    ids=range(26),
 )
-def test_wrong_file_of_options_is_refused_with_the_reason(
-    content: bytes | None, message: str, tmp_path: Path, refused: Refused
+def test_a_wrong_file_is_refused_with_the_reason(
+    option: str, content: bytes | None, message: str, tmp_path: Path, refused: Refused
 ) -> None:
-    path = tmp_path / "router.toml"
+    path = tmp_path / "file"
     if content is not None:
         path.write_bytes(content)
-    assert message in refused([*ENGINES, "--config", str(path)])
+    said = refused([f"--{option}", str(path), *([D] if option == "config" else [])])
+    assert str(path) in said
+    assert message in said
