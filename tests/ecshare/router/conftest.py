@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What holds for all tests of the router."""
 
+from collections.abc import AsyncIterator
+
 import pytest
 
 from ecshare.router.fleet import client
 from ecshare.router.media import fetcher
 from ecshare.router.stages import plan
+from tests.ecshare.router.fake_engine import Fleet, fleet
 
 
 @pytest.fixture(autouse=True)
@@ -20,3 +23,10 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def short_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """D gets also a short request while P computes, if P is idle."""
     monkeypatch.setattr(plan, "STREAMED_TOKENS", 0)
+
+
+@pytest.fixture
+async def f() -> AsyncIterator[Fleet]:
+    """A router over one engine of each stage."""
+    async with fleet() as made:
+        yield made

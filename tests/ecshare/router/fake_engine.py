@@ -2,10 +2,9 @@
 """Small HTTP servers for the router's tests: engines that record what they get, and a fleet."""
 
 import asyncio
-import base64
 import io
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from ipaddress import ip_network
@@ -16,99 +15,40 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from ecshare.router.api.chat import CHAT
+from ecshare.router.api.client_request import KV_PARAMS
 from ecshare.router.app import Router, make_runner
 from ecshare.router.fleet.engines import Engine, EnginePool
 from ecshare.router.fleet.health import Health
 from ecshare.router.options.config import RouterConfig
 from ecshare.router.options.values import Secret
 from ecshare.router.types import Stage
+from tests.ecshare.router.answers import (
+    EVENTS,
+    HASHED,
+    Answer,
+    First,
+    break_in_the_stream,
+    decoded,
+    encoded,
+    failing,
+    hang_up,
+    prefilled,
+)
+from tests.ecshare.router.bodies import HEAD, PNG, PNG_2, chat, data_url, picture
+from tests.ecshare.router.held import Hanging, Held, streaming_until
 
-Answer = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
+__all__ = ["EVENTS", "HASHED", "HEAD", "PNG", "PNG_2", "Answer", "First", "Hanging", "Held", "chat"]
+__all__ += ["break_in_the_stream", "data_url", "decoded", "encoded", "failing", "hang_up"]
+__all__ += ["picture", "prefilled", "streaming_until"]
+__all__ += ["LOOPBACK", "STATUS_KEY", "Clock", "FakeEngine", "Fleet", "answer_all", "asked"]
+__all__ += ["fleet", "lease", "listening", "listening_on"]
 
-HEAD = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" % CHAT.encode()
-"""The start of a chat completion's head."""
-PNG = b"\x89PNG picture one"
-PNG_2 = b"\x89PNG picture two"
-EVENTS = [b'data: {"n":1}\n\n', b'data: {"n":', b"2}\n\n", b"data: [DONE]\n\n"]
-
-
-HASHED = "vLLM's own name of an item that has no uuid"
 STATUS_KEY = "a key to all that /health tells"
-
+KEY = {"Authorization": f"Bearer {STATUS_KEY}"}
 LOOPBACK = (ip_network("127.0.0.0/8"),)
 """Where the tests' servers of media are."""
 
-
-def data_url(content: bytes, media_type: str = "image/png") -> str:
-    return f"data:{media_type};base64,{base64.b64encode(content).decode()}"
-
-
-def picture(content: bytes) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": data_url(content)}}
-
-
-def chat(*parts: object, **fields: Any) -> dict[str, Any]:
-    content = [{"type": "text", "text": "what is this?"}, *parts]
-    return {"model": "m", "messages": [{"role": "user", "content": content}], **fields}
-
-
-async def encoded(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    """Answer as E does: metadata that depends on the item."""
-    (part,) = body["messages"][0]["content"]
-    grid = [1, 2, len(part["image_url"]["url"])]
-    report = {"metadata": {"image_grid_thw": grid}, "item_indices": [0]}
-    return web.json_response({"ec_transfer_params": {part.get("uuid", HASHED): report}})
-
-
-async def prefilled(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    return web.json_response({"kv_transfer_params": {"kvshare": {"num_tokens": 7}}})
-
-
-async def decoded(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    if not body.get("stream"):
-        return web.Response(body=b'{"choices":  []}', content_type="application/json")
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-    await response.prepare(http)
-    for event in EVENTS:
-        await response.write(event)
-    return response
-
-
-async def break_in_the_stream(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    """A decode engine whose connection ends within the second event of a stream."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await response.prepare(http)
-    await response.write(EVENTS[0] + EVENTS[1])
-    assert http.transport is not None
-    http.transport.close()
-    return response
-
-
-async def hang_up(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    assert http.transport is not None
-    http.transport.close()
-    return web.Response()
-
-
-def streaming_until(let_go: asyncio.Event) -> Answer:
-    """A decode engine whose stream has begun, and goes on once somebody lets it go."""
-
-    async def answer(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(http)
-        await response.write(EVENTS[0])
-        await let_go.wait()
-        await response.write(EVENTS[-1])
-        return response
-
-    return answer
-
-
-def failing(status: int) -> Answer:
-    async def answer(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        return web.json_response({"error": {"message": "engine says no"}}, status=status)
-
-    return answer
+Asked = asyncio.Task[tuple[aiohttp.ClientResponse, bytes]]
 
 
 @contextmanager
@@ -119,59 +59,6 @@ def lease(pool: EnginePool, engine: Engine, tokens: int = 0) -> Iterator[None]:
         yield
     finally:
         pool.end(engine, tokens)
-
-
-@dataclass
-class Hanging:
-    """An answer that never comes; says when it was asked for and when the caller had gone."""
-
-    asked: asyncio.Event = field(default_factory=asyncio.Event)
-    left: asyncio.Event = field(default_factory=asyncio.Event)
-    start: bytes | None = None
-
-    async def __call__(self, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        if self.start is not None:
-            await response.prepare(http)
-            await response.write(self.start)
-        self.asked.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self.left.set()
-        return response
-
-
-@dataclass
-class Held:
-    """An answer that is held back until somebody lets it go; says when the caller had gone."""
-
-    answer: Answer
-    asked: asyncio.Event = field(default_factory=asyncio.Event)
-    let_go: asyncio.Event = field(default_factory=asyncio.Event)
-    left: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def __call__(self, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        self.asked.set()
-        try:
-            await self.let_go.wait()
-        except asyncio.CancelledError:
-            self.left.set()
-            raise
-        return await self.answer(http, body)
-
-
-@dataclass
-class First:
-    """Answers the first requests of a stage in another way, whichever engine they come to."""
-
-    first: Answer
-    otherwise: Answer
-    left: int = 1
-
-    async def __call__(self, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        self.left -= 1
-        return await (self.first if self.left >= 0 else self.otherwise)(http, body)
 
 
 @dataclass
@@ -206,6 +93,11 @@ class FakeEngine:
     """Whether it resets connections that are used again, as if it had closed them meanwhile."""
     num_connections: int = 0
     num_resets: int = 0
+
+    def hold(self, answer: Answer | None = None) -> Held:
+        """Hold this answer back, or the one that it gives now."""
+        self.answer = held = Held(answer or self.answer)
+        return held
 
     def _refuses(self, http: web.Request) -> web.Response | None:
         if self.key in (None, http.headers.get("Authorization")):
@@ -289,11 +181,11 @@ def asked(engines: list[FakeEngine]) -> list[int]:
 
 
 @asynccontextmanager
-async def listening_on(runner: web.AppRunner) -> AsyncIterator[str]:
+async def listening_on(runner: web.AppRunner, host: str = "127.0.0.1") -> AsyncIterator[str]:
     """Serve what a runner runs on a socket of its own; yields its url."""
     await runner.setup()
     try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, host, 0)
         await site.start()
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
@@ -301,9 +193,9 @@ async def listening_on(runner: web.AppRunner) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def listening(app: web.Application) -> AsyncIterator[str]:
+async def listening(app: web.Application, host: str = "127.0.0.1") -> AsyncIterator[str]:
     """Serve any application on a socket of its own; yields its url."""
-    async with listening_on(web.AppRunner(app, shutdown_timeout=0.1)) as url:
+    async with listening_on(web.AppRunner(app, shutdown_timeout=0.1), host) as url:
         yield url
 
 
@@ -353,10 +245,15 @@ class Fleet:
         workers = (each for pool in self.router.pools.values() for each in pool)
         return [worker.health for worker in workers if worker.url == engine.url]
 
-    def in_flight(self, stage: str) -> int:
-        """Return how many requests the engines of a stage have, as the router counts them."""
-        pool = self.router.pools[Stage(stage)]
-        return sum(each.in_flight for each in (*pool, *pool.leaving))
+    def in_flight(self, *stages: str) -> int:
+        """Return how many requests the engines of these stages, or of all, have by the router."""
+        pools = [self.router.pools[Stage(each)] for each in stages or Stage]
+        return sum(each.in_flight for pool in pools for each in (*pool, *pool.leaving))
+
+    def count(self, topic: str, event: str) -> int:
+        """Return how often something has happened, as the router counts it."""
+        number: int = self.router.counts()[topic][event]
+        return number
 
     def is_next(self, engine: FakeEngine) -> bool:
         """Tell whether this decoder is the one that the next request is sent to."""
@@ -378,6 +275,26 @@ class Fleet:
         content = io.BytesIO(json.dumps(body).encode()) if isinstance(body, dict) else body
         async with self.client.post(self.url + path, data=content, headers=headers) as response:
             return response, await response.read()
+
+    def start(self, body: object) -> Asked:
+        """Send a request, and wait for no answer."""
+        return asyncio.create_task(self.post(body))
+
+    async def way(self, body: object, path: str = CHAT) -> str:
+        """Send a request that succeeds; returns the stages that worked for the answer."""
+        response, answer = await self.post(body, path=path)
+        assert response.status == 200, answer
+        return str(response.headers["x-ecshare-path"])
+
+    async def error(self, body: object, path: str = CHAT) -> tuple[int, dict[str, Any]]:
+        """Send a request that fails; returns the status and OpenAI's error."""
+        response, answer = await self.post(body, path=path)
+        error: dict[str, Any] = json.loads(answer)["error"]
+        return response.status, error
+
+    def handed_over(self) -> list[Any]:
+        """Return what each request to a D had of P, ordered by D."""
+        return [body.get(KV_PARAMS) for engine in self.decoders for body in engine.bodies]
 
     async def health(self, key: str | None = STATUS_KEY) -> tuple[int, dict[str, Any]]:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}

@@ -3,33 +3,23 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from ipaddress import ip_network
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from tests.ecshare.router.fake_engine import (
-    EVENTS,
-    LOOPBACK,
-    PNG,
-    Fleet,
-    Hanging,
-    chat,
-    failing,
-    fleet,
-    hang_up,
-    listening,
-    picture,
-)
+from tests.ecshare.router.answers import EVENTS, failing, hang_up
+from tests.ecshare.router.bodies import PNG, chat, picture
+from tests.ecshare.router.fake_engine import LOOPBACK, Fleet, fleet, listening
+from tests.ecshare.router.held import Hanging, soon
 from tests.ecshare.router.media.fake_media import at, media_server, served
 from tests.ecshare.router.media.fake_names import routers_ask
 
 UNAVAILABLE = "The media cannot be fetched."
 NOT_NOW = "The media cannot be fetched now."
 NOT_PUBLIC = "The media's url is refused: its address is not public."
+GONE = "http://127.0.0.1:9"
 HERE = (*LOOPBACK, ip_network("::1"))
 
 
@@ -43,18 +33,11 @@ async def refusal(f: Fleet, body: object) -> tuple[int, dict[str, Any]]:
     return response.status, error
 
 
-async def test_an_unknown_model_is_404() -> None:
-    async with fleet() as f:
-        status, error = await refusal(f, chat() | {"model": "other"})
-        assert (status, error["param"], error["code"]) == (404, "model", "model_not_found")
-        assert "`other`" in error["message"]
-        assert f.p.bodies == f.d.bodies == []
-
-
-async def test_a_model_is_not_refused_while_decode_cannot_list_any() -> None:
-    async with fleet(num_d=0, decoders_more=("http://127.0.0.1:9",)) as f:
-        status, error = await refusal(f, chat() | {"model": "other"})
-        assert (status, error["code"]) == (503, "engine_unreachable")
+async def test_an_unknown_model_is_404(f: Fleet) -> None:
+    status, error = await refusal(f, chat(model="other"))
+    assert (status, error["param"], error["code"]) == (404, "model", "model_not_found")
+    assert "`other`" in error["message"]
+    assert f.p.bodies == f.d.bodies == []
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -64,10 +47,8 @@ async def test_too_large_a_body_is_413(chunked: bool) -> None:
             yield b" " * 1024
 
     async with fleet(max_body_bytes=4096) as f:
-        response, answer = await f.post(pieces() if chunked else b" " * 8192)
-        assert response.status == 413
-        error = json.loads(answer)["error"]
-        assert error["code"] == "request_too_large"
+        status, error = await refusal(f, pieces() if chunked else b" " * 8192)
+        assert (status, error["code"]) == (413, "request_too_large")
         assert "0.00390625 MiB" in error["message"]
 
 
@@ -109,20 +90,16 @@ async def test_bad_media_names_the_item(url: str, status: int) -> None:
 )
 async def test_bad_downloads_name_the_item(path: str, status: int) -> None:
     """What may go well the next time is answered as clients try again: 502."""
-    leads_to = {
-        "/loop": {"Location": "/loop"},
-        "/to-file": {"Location": "file:///etc/passwd"},
-        "/nowhere": {"Location": "javascript:alert(1)"},
-        "/no-url": {"Location": "http://["},
-        "/no-location": {},
-    }
+    leads_to = {"/loop": "/loop", "/to-file": "file:///etc/passwd", "/no-location": None}
+    leads_to |= {"/nowhere": "javascript:alert(1)", "/no-url": "http://["}
 
     async def serve(http: web.Request) -> web.StreamResponse:
         match http.path:
             case name if name[1:].isdigit():
                 return web.Response(status=int(name[1:]))
             case name if name in leads_to:
-                return web.Response(status=302, headers=leads_to[name])
+                to = leads_to[name]
+                return web.Response(status=302, headers={} if to is None else {"Location": to})
             case "/hang-up" | "/cut":
                 if http.path == "/cut":
                     response = web.StreamResponse(headers={"Content-Length": "100"})
@@ -193,11 +170,10 @@ async def test_media_are_not_fetched_from_private_addresses(
 
 
 async def test_what_a_private_name_leads_to_is_in_the_log_alone(
-    caplog: pytest.LogCaptureFixture,
+    f: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with fleet() as f:
-        status, error = await refusal(f, at("http://localhost:9/a.png"))
-        assert (status, error["code"], error["message"]) == (502, "media_unavailable", NOT_NOW)
+    status, error = await refusal(f, at("http://localhost:9/a.png"))
+    assert (status, error["code"], error["message"]) == (502, "media_unavailable", NOT_NOW)
     assert "--allow-media-network" in caplog.text
     assert "messages[0].content[1]" in caplog.text
 
@@ -244,33 +220,18 @@ async def test_of_a_names_addresses_only_public_ones_are_connected_to(
 
     media = web.Application()
     media.router.add_get("/{name}", serve)
-    several = ["127.0.0.2", "127.0.0.1"]
-    known = {
-        "several.example": several if public_first else several[::-1],
-        "private.example": ["127.0.0.1"],
-    }
+    several = ["127.0.0.2", "127.0.0.1"][:: 1 if public_first else -1]
+    known = {"several.example": several, "private.example": ["127.0.0.1"]}
     async with (
-        serving_everywhere(media) as port,
+        listening(media, "0.0.0.0") as url,
         routers_ask(monkeypatch, known),
         fleet(allow_media_networks=(ip_network("127.0.0.2"),)) as f,
     ):
-        response, _ = await f.post(at(f"http://several.example:{port}/a.png"))
-        assert response.status == 200
+        port = url.rpartition(":")[2]
+        await f.way(at(f"http://several.example:{port}/a.png"))
         _, error = await refusal(f, at(f"http://private.example:{port}/a.png"))
         assert error["message"] == NOT_NOW
         assert asked == ["127.0.0.2"]
-
-
-@asynccontextmanager
-async def serving_everywhere(app: web.Application) -> AsyncIterator[int]:
-    """Serve on all addresses of this host; yields the port."""
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "0.0.0.0", 0).start()
-        yield runner.addresses[0][1]
-    finally:
-        await runner.cleanup()
 
 
 async def test_an_allowed_domain_alone_opens_no_network_and_the_other_way_round() -> None:
@@ -306,41 +267,31 @@ async def test_an_open_port_is_told_like_a_closed_one() -> None:
         assert addresses[0][1]["message"] == NOT_PUBLIC
 
 
-@pytest.mark.parametrize("stage", ["e", "p", "d"])
-async def test_an_engines_4xx_is_passed_on_as_it_came(stage: str) -> None:
-    async with fleet() as f:
-        getattr(f, stage).answer = failing(422)
-        response, body = await f.post(chat(picture(PNG)))
-        assert response.status == 422
-        assert body == b'{"error": {"message": "engine says no"}}'
-        assert (await f.health())[1]["fallbacks"] == 0
+@pytest.mark.parametrize(
+    ("stage", "status", "num_asked"),
+    [("e", 422, 0), ("p", 422, 0), ("d", 422, 1), ("d", 500, 2)],
+)
+async def test_an_engines_error_is_passed_on_as_it_came(
+    f: Fleet, stage: str, status: int, num_asked: int
+) -> None:
+    """Of D that fails on the pictures the second."""
+    getattr(f, stage).answer = failing(status)
+    response, body = await f.post(chat(picture(PNG)))
+    assert (response.status, body) == (status, b'{"error": {"message": "engine says no"}}')
+    assert len(f.d.bodies) == num_asked
+    assert f.router.counts()["fallbacks"] == (status == 500)
 
 
-async def test_decode_failing_on_the_pictures_is_passed_on() -> None:
-    async with fleet() as f:
-        f.d.answer = failing(500)
-        response, body = await f.post(chat(picture(PNG)))
-        assert response.status == 500
-        assert body == b'{"error": {"message": "engine says no"}}'
-        assert len(f.d.bodies) == 2
-
-
-@pytest.mark.parametrize("host", ["a..b", "a" * 64])
-async def test_an_engine_whose_host_is_no_name_is_one_that_cannot_be_reached(host: str) -> None:
-    async with fleet(0, 0, 0, decoders_more=(f"http://{host}:8003",)) as f:
-        status, error = await refusal(f, chat())
-        assert (status, error["code"]) == (503, "engine_unreachable")
-
-
-async def test_unreachable_decode_is_503_with_retry_after() -> None:
-    gone = "http://127.0.0.1:9"
-    async with fleet(0, 0, 0, decoders_more=(gone,), cool_down_s=7.0) as f:
-        for _ in range(2):  # also while it cools down
-            response, body = await f.post(chat())
+@pytest.mark.parametrize("url", [GONE, "http://a..b:8003", f"http://{'a' * 64}:8003"])
+async def test_unreachable_decode_is_503_with_retry_after(url: str) -> None:
+    """Also one whose host is no name. No model is refused while D cannot list any."""
+    async with fleet(0, 0, 0, decoders_more=(url,), cool_down_s=7.0) as f:
+        for model in ("m", "other"):  # also while it cools down
+            response, body = await f.post(chat(model=model))
             assert (response.status, response.headers["Retry-After"]) == (503, "7")
             error = json.loads(body)["error"]
             assert (error["type"], error["code"]) == ("server_error", "engine_unreachable")
-            assert gone not in error["message"]
+            assert url not in error["message"]
 
 
 async def test_decode_that_hangs_up_is_502_with_retry_after() -> None:
@@ -363,13 +314,12 @@ async def test_the_deadline_is_504(stream: bool) -> None:
         else:
             assert response.status == 504
         assert json.loads(body)["error"]["code"] == "timeout"
-        async with asyncio.timeout(10):
-            await hanging.left.wait()
+        await soon(hanging.left)
 
 
 async def test_no_models_are_listed_while_no_decode_can_be_reached() -> None:
     async with (
-        fleet(0, 1, 0, decoders_more=("http://127.0.0.1:9",)) as f,
+        fleet(0, 1, 0, decoders_more=(GONE,)) as f,
         f.client.get(f.url + "/v1/models") as response,
     ):
         assert response.status == 503

@@ -7,43 +7,15 @@ Bytes at random are in tests/fuzz.
 import asyncio
 import gzip
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
-from aiohttp import web
 
-from ecshare.router.api.chat import CHAT
-from tests.ecshare.router.fake_engine import (
-    PNG,
-    FakeEngine,
-    Fleet,
-    chat,
-    decoded,
-    fleet,
-    picture,
-)
+from tests.ecshare.router.bodies import HEAD, PNG, chat, picture
+from tests.ecshare.router.fake_engine import Fleet, fleet
 
 VALID = json.dumps(chat(picture(PNG), temperature=0.5, stop=["\u00e9"])).encode()
 TEXT = json.dumps(chat(x=1)).encode()
-
-
-class Deaf(FakeEngine):
-    """Answers whatever it is sent: what is found unreadable, the router has to find."""
-
-    async def _chat(self, http: web.Request) -> web.StreamResponse:
-        await http.read()
-        return await self.answer(http, {})
-
-
-@asynccontextmanager
-async def deaf_fleet() -> AsyncIterator[Fleet]:
-    async with (
-        Deaf(decoded).serving() as engine,
-        fleet(num_d=0, num_p=0, decoders_more=(engine.url,)) as f,
-    ):
-        yield f
 
 
 def with_text(text: bytes) -> bytes:
@@ -67,14 +39,11 @@ def with_text(text: bytes) -> bytes:
     ],
     ids=lambda body: repr(body[:24]),
 )
-async def test_an_unreadable_body_is_400(body: bytes) -> None:
-    async with fleet() as f:
-        response, answer = await f.post(body)
-        assert response.status == 400
-        error = json.loads(answer)["error"]
-        assert error["type"] == "invalid_request_error"
-        assert error["message"]
-        assert not f.d.bodies
+async def test_an_unreadable_body_is_400(f: Fleet, body: bytes) -> None:
+    status, error = await f.error(body)
+    assert (status, error["type"]) == (400, "invalid_request_error")
+    assert error["message"]
+    assert not f.d.bodies
 
 
 def readable_depth() -> int:
@@ -106,7 +75,7 @@ async def test_what_can_be_read_but_not_written_again_is_400() -> None:
 
 
 async def test_numbers_and_depth_at_the_edge_of_what_can_be_read() -> None:
-    async with deaf_fleet() as f:
+    async with fleet(num_p=0) as f:
         for depth in (100, *range(850, 1010, 3), 2000, 20_000):
             for body in (
                 TEXT.replace(b": 1}", b": " + b"[" * depth + b"]" * depth + b"}"),
@@ -118,28 +87,22 @@ async def test_numbers_and_depth_at_the_edge_of_what_can_be_read() -> None:
             assert response.status in (200, 400), number
 
 
+HOST = b"GET /nothing HTTP/1.1\r\nHost: x\r\n"
+
+
 @pytest.mark.parametrize(
     "head",
     [
-        *(
-            b"GET /nothing HTTP/1.1\r\n%s\r\n" % headers
-            for headers in (b"Host: \xff", b"Host: [", b"Host: x\r\nx-request-id: \xff\x80")
-        ),
-        b"GET /nothing HTTP/1.1\r\nHost: x\r\n\xff: y\r\n",
-        *(
-            b"POST %s HTTP/1.1\r\nHost: x\r\n%s\r\n" % (CHAT.encode(), headers)
-            for headers in (
-                b"Content-Length: -1",
-                b"Transfer-Encoding: \xff",
-                b"Content-Type: \xff; charset=\xff\r\nContent-Length: 0",
-            )
-        ),
+        *(b"GET /nothing HTTP/1.1\r\nHost: %s\r\n" % host for host in (b"\xff", b"[")),
+        *(HOST + header for header in (b"x-request-id: \xff\x80\r\n", b"\xff: y\r\n")),
+        HEAD + b"Content-Length: -1\r\n",
+        HEAD + b"Transfer-Encoding: \xff\r\n",
+        HEAD.replace(b"application/json", b"\xff; charset=\xff") + b"Content-Length: 0\r\n",
     ],
 )
-async def test_odd_heads_are_4xx(head: bytes) -> None:
-    async with fleet() as f:
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(f.url.rpartition(":")[2]))
-        writer.write(head + b"Connection: close\r\n\r\n")
-        status_line = await asyncio.wait_for(reader.readline(), 10)
-        writer.close()
-        assert status_line.split()[1][:1] == b"4", status_line
+async def test_odd_heads_are_4xx(f: Fleet, head: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(f.url.rpartition(":")[2]))
+    writer.write(head + b"Connection: close\r\n\r\n")
+    status_line = await asyncio.wait_for(reader.readline(), 10)
+    writer.close()
+    assert status_line.split()[1][:1] == b"4", status_line

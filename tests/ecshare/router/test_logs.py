@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from ecshare.router.logs import OneLineFormatter, RateLimitFilter
-from tests.ecshare.router.fake_engine import Clock, FakeEngine, decoded
+from tests.ecshare.router.answers import decoded
+from tests.ecshare.router.fake_engine import Clock, FakeEngine
 from tests.ecshare.router.router_process import router_process
 
 

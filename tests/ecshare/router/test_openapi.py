@@ -11,17 +11,9 @@ from ecshare.router.api.chat import CHAT
 from ecshare.router.api.endpoints import PASSED_ON, SPLIT
 from ecshare.router.app import Router
 from ecshare.router.options.config import RouterConfig
-from tests.ecshare.router.fake_engine import (
-    PNG,
-    STATUS_KEY,
-    Clock,
-    chat,
-    data_url,
-    decoded,
-    failing,
-    fleet,
-    picture,
-)
+from tests.ecshare.router.answers import decoded, failing
+from tests.ecshare.router.bodies import PNG, chat, data_url, picture
+from tests.ecshare.router.fake_engine import KEY, Clock, Fleet, fleet
 from tests.fuzz.description import description
 from tests.fuzz.openapi import check_answer, validator
 
@@ -74,18 +66,15 @@ async def test_bad_bodies_do_not_fit_and_are_refused(body: Any) -> None:
         check_answer(CHAT, "post", response.status, response.content_type, answer)
 
 
-@pytest.mark.parametrize("key", [None, STATUS_KEY])
+@pytest.mark.parametrize("headers", [{}, KEY])
 @pytest.mark.parametrize("healthy", [False, True])
-async def test_pages_answer_as_described(key: str | None, healthy: bool) -> None:
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    async with fleet() as f:
-        f.d.healthy = healthy
-        for path, methods in description()["paths"].items():
-            if "get" not in methods:
-                continue
+async def test_pages_answer_as_described(f: Fleet, headers: dict[str, str], healthy: bool) -> None:
+    f.d.healthy = healthy
+    for path, methods in description()["paths"].items():
+        if "get" in methods:
             async with f.client.get(f.url + path, headers=headers) as response:
                 answer = await response.read()
-                check_answer(path, "get", response.status, response.content_type, answer)
+            check_answer(path, "get", response.status, response.content_type, answer)
             assert (response.status == 401) <= ("security" in methods["get"])
 
 

@@ -2,7 +2,6 @@
 """The official clients of OpenAI and Anthropic, against a router and engines with fixed answers."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,7 +11,10 @@ import openai
 import pytest
 from aiohttp import web
 
-from tests.ecshare.router.fake_engine import PNG, Fleet, chat, data_url, failing, fleet, picture
+from tests.ecshare.router import answers
+from tests.ecshare.router.answers import event, failing
+from tests.ecshare.router.bodies import PNG, chat, data_url, picture
+from tests.ecshare.router.fake_engine import Fleet, fleet
 
 Json = dict[str, Any]
 Told = tuple[Json, list[Json]]
@@ -50,16 +52,13 @@ def responses() -> Told:
         "tool_choice": "auto",
     }  # fmt: skip
     begun = whole | {"status": "in_progress", "output": []}
-    place = {"item_id": "msg_1", "output_index": 0, "content_index": 0, "logprobs": []}
+    at = {"output_index": 0}
+    place = {"item_id": "msg_1", "content_index": 0, "logprobs": [], **at}
     deltas = [{"type": "response.output_text.delta", "delta": word, **place} for word in WORDS]
     told: list[Json] = [
         {"type": "response.created", "response": begun},
         {"type": "response.in_progress", "response": begun},
-        {
-            "type": "response.output_item.added",
-            "output_index": 0,
-            "item": message | {"content": []},
-        },
+        {"type": "response.output_item.added", "item": message | {"content": []}, **at},
         {"type": "response.content_part.added", "part": text | {"text": ""}, **place},
         *deltas,
         {"type": "response.completed", "response": whole},
@@ -86,45 +85,32 @@ def messages() -> Told:
     return whole, told
 
 
-def embeddings() -> Told:
-    data = [{"object": "embedding", "index": 0, "embedding": [0.5, -1.0]}]
-    usage = {"prompt_tokens": 1, "total_tokens": 1}
-    return {"object": "list", "model": "m", "data": data, "usage": usage}, []
-
-
-def count_tokens() -> Told:
-    return {"input_tokens": 17}, []
-
-
-SPEAKS = {
-    "/v1/completions": completions,
-    "/v1/chat/completions": chat_completions,
-    "/v1/responses": responses,
-    "/v1/messages": messages,
-    "/v1/messages/count_tokens": count_tokens,
-    "/v1/embeddings": embeddings,
+DATA = [{"object": "embedding", "index": 0, "embedding": [0.5, -1.0]}]
+EMBEDDED: Json = {"object": "list", "model": "m", "data": DATA}
+EMBEDDED |= {"usage": {"prompt_tokens": 1, "total_tokens": 1}}
+SPEAKS: dict[str, Told] = {
+    "/v1/completions": completions(),
+    "/v1/chat/completions": chat_completions(),
+    "/v1/responses": responses(),
+    "/v1/messages": messages(),
+    "/v1/messages/count_tokens": ({"input_tokens": 17}, []),
+    "/v1/embeddings": (EMBEDDED, []),
 }
+
+
+def events_of(told: list[Json]) -> list[bytes]:
+    return [
+        (f"event: {each['type']}\n" if "type" in each else "").encode() + event(each)
+        for each in told
+    ]
 
 
 async def speaking(http: web.Request, body: Json) -> web.StreamResponse:
     """Answer in the shape that vLLM gives the answers of this path."""
-    whole, told = SPEAKS[http.path]()
-    if not body.get("stream"):
-        return web.json_response(whole)
-    response = await begin(http, told)
-    if http.path.endswith("completions"):
-        await response.write(b"data: [DONE]\n\n")
-    return response
-
-
-async def begin(http: web.Request, told: list[Json]) -> web.StreamResponse:
-    """Return a stream of which these events have been sent."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await response.prepare(http)
-    for event in told:
-        name = f"event: {event['type']}\n" if "type" in event else ""
-        await response.write(f"{name}data: {json.dumps(event)}\n\n".encode())
-    return response
+    whole, told = SPEAKS[http.path]
+    done = [b"data: [DONE]\n\n"] if http.path.endswith("completions") else []
+    stream = answers.streaming(*events_of(told), *done)
+    return await answers.either(answers.answering(**whole), stream)(http, body)
 
 
 @asynccontextmanager
@@ -214,14 +200,7 @@ async def test_anthropics_client_understands_the_errors() -> None:
         with pytest.raises(anthropic.NotFoundError) as caught:
             await client.messages.create(model="n", max_tokens=5, messages=TALK)
         assert caught.value.type == "not_found_error"
-
-        async def breaking(http: web.Request, body: Json) -> web.StreamResponse:
-            response = await begin(http, messages()[1][:3])
-            assert http.transport is not None
-            http.transport.close()
-            return response
-
-        f.d.answer = breaking
+        f.d.answer = answers.streaming(*events_of(messages()[1][:3]), breaks=True)
         with pytest.raises(anthropic.APIStatusError, match="decode engine failed"):
             async with client.messages.stream(model="m", max_tokens=5, messages=TALK) as stream:
                 await asyncio.wait_for(stream.until_done(), 10)

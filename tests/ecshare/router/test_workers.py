@@ -11,64 +11,34 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 from ecshare.router.api.chat import CHAT
 from ecshare.router.workers import listening
 from lab.servers.processes import Port
-from tests.ecshare.router.fake_engine import (
-    EVENTS,
-    PNG,
-    FakeEngine,
-    chat,
-    decoded,
-    encoded,
-    picture,
-    streaming_until,
-)
+from tests.ecshare.router.answers import EVENTS, decoded, encoded, stored
+from tests.ecshare.router.bodies import PNG, chat, picture
+from tests.ecshare.router.fake_engine import FakeEngine
+from tests.ecshare.router.held import streaming_until
+from tests.ecshare.router.router_process import GIVE_UP_S, RouterProcess, started
 from tests.waiting import until
 
-GIVE_UP_S = 60.0
 KEY = "the status key of this test, with 32 bytes or more"
-BEARER = {"Authorization": f"Bearer {KEY}"}
 SERIES = re.compile(
     r'ecshare_router_answers_total\{worker="(\d)",route="(.*?)",status="2xx"\} (.*)'
 )
 
 
-@dataclass
-class Workers:
-    """A router of two workers, and what it has logged."""
-
-    process: asyncio.subprocess.Process
-    url: str
-    log: str = ""
+class Workers(RouterProcess):
+    """A router of two workers."""
 
     def children(self) -> list[int]:
         pid = self.process.pid
         return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-    async def logged(self, words: str) -> None:
-        """Wait until the log has a line with these words."""
-        assert self.process.stderr is not None
-        line = ""
-        async with asyncio.timeout(GIVE_UP_S):
-            while words not in line:
-                line = (await self.process.stderr.readline()).decode()
-                assert line, self.log
-                self.log += line
-
-    async def ended(self) -> int:
-        assert self.process.stderr is not None
-        async with asyncio.timeout(GIVE_UP_S):
-            self.log += (await self.process.stderr.read()).decode()
-            return await self.process.wait()
 
     async def post(self, body: dict[str, Any], by: int | None = None) -> bytes:
         """Send a request, by a connection of its own; `by`: until this worker has answered it."""
@@ -86,7 +56,7 @@ class Workers:
     async def get(self, path: str) -> bytes:
         async with (
             aiohttp.ClientSession() as client,
-            client.get(self.url + path, headers=BEARER) as response,
+            client.get(self.url + path, headers={"Authorization": f"Bearer {KEY}"}) as response,
         ):
             assert response.status == 200
             return await response.read()
@@ -109,22 +79,13 @@ class Workers:
 @asynccontextmanager
 async def workers(folder: Path, *arguments: str) -> AsyncIterator[Workers]:
     (folder / "key").write_text(KEY)
-    reserved = Port()
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "ecshare.router", "--workers=2", f"--port={reserved.number}"),
-        *(f"--status-key=file:{folder / 'key'}", *arguments),
-        stderr=asyncio.subprocess.PIPE,
+    async with started(
+        *("--workers=2", f"--status-key=file:{folder / 'key'}", *arguments),
         env={**os.environ, "TMPDIR": str(folder)},
         start_new_session=True,
-    )
-    router = Workers(process, f"http://127.0.0.1:{reserved.number}")
-    try:
+    ) as router:
         await router.logged("listening on")
-        yield router
-    finally:
-        if process.returncode is None:
-            process.terminate()
-            await router.ended()
+        yield Workers(**vars(router))
 
 
 @pytest.fixture
@@ -134,36 +95,43 @@ def folder() -> Iterator[Path]:
         yield Path(path)
 
 
-async def test_both_answer_and_are_shown_as_one_router(folder: Path) -> None:
-    async with FakeEngine(decoded).serving() as d, workers(folder, f"--decoder={d.url}") as f:
-        await f.post(chat(), by=0)
-        await f.post(chat(), by=1)
-        number = sum(await f.num_answers())
-        status, shown = await f.json("/status"), await f.json("/dashboard/data")
-        health = await f.json("/health")
-        assert status["answered"] == shown["counts"]["answered"] == {"decode": number}
-        assert health["answered"] == {"decode": number}
-        assert len(shown["requests"]) == number
-        ((engine,),) = (stage["engines"] for stage in status["stages"].values() if stage["engines"])
-        assert (engine["url"], engine["in_flight"]) == (d.url, 0)
-        assert [each["healthy"] for each in shown["stages"]["decode"]] == [True]
-        f.process.terminate()
-        assert await f.ended() == 0
-        assert "Traceback" not in f.log
-        assert list(folder.glob("ecshare-router-*")) == []
+@pytest.fixture
+async def d() -> AsyncIterator[FakeEngine]:
+    async with FakeEngine(decoded).serving() as engine:
+        yield engine
 
 
-async def stored(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    """Answer as P does that has stored the whole prompt."""
-    params = {"kvshare": {"num_tokens": 99, "size": 1}}
-    return web.json_response({"kv_transfer_params": params, "usage": {"prompt_tokens": 100}})
+@pytest.fixture
+async def f(folder: Path, d: FakeEngine) -> AsyncIterator[Workers]:
+    """Two workers in front of `d`."""
+    async with workers(folder, f"--decoder={d.url}") as router:
+        yield router
 
 
-async def test_what_one_remembers_the_other_knows(folder: Path) -> None:
+async def test_both_answer_and_are_shown_as_one_router(
+    folder: Path, d: FakeEngine, f: Workers
+) -> None:
+    await f.post(chat(), by=0)
+    await f.post(chat(), by=1)
+    number = sum(await f.num_answers())
+    status, shown = await f.json("/status"), await f.json("/dashboard/data")
+    health = await f.json("/health")
+    assert status["answered"] == shown["counts"]["answered"] == {"decode": number}
+    assert health["answered"] == {"decode": number}
+    assert len(shown["requests"]) == number
+    ((engine,),) = (stage["engines"] for stage in status["stages"].values() if stage["engines"])
+    assert (engine["url"], engine["in_flight"]) == (d.url, 0)
+    assert [each["healthy"] for each in shown["stages"]["decode"]] == [True]
+    f.process.terminate()
+    assert await f.ended() == 0
+    assert "Traceback" not in f.log
+    assert list(folder.glob("ecshare-router-*")) == []
+
+
+async def test_what_one_remembers_the_other_knows(folder: Path, d: FakeEngine) -> None:
     async with (
         FakeEngine(encoded).serving() as e,
-        FakeEngine(stored).serving() as p,
-        FakeEngine(decoded).serving() as d,
+        FakeEngine(stored()).serving() as p,
         workers(folder, f"--encoder={e.url}", f"--prefiller={p.url}", f"--decoder={d.url}") as f,
     ):
         await f.post(chat(picture(PNG)))
@@ -172,84 +140,64 @@ async def test_what_one_remembers_the_other_knows(folder: Path) -> None:
         assert (len(e.bodies), len(p.bodies)) == (1, 1)
 
 
-async def test_temporary_files_may_have_long_paths(tmp_path: Path) -> None:
+async def test_temporary_files_may_have_long_paths(tmp_path: Path, d: FakeEngine) -> None:
     (deep := tmp_path / ("x" * 90)).mkdir()
-    async with FakeEngine(decoded).serving() as d, workers(deep, f"--decoder={d.url}") as f:
+    async with workers(deep, f"--decoder={d.url}") as f:
         assert len(await f.num_answers()) == 2
         assert [each.name for each in deep.iterdir()] == ["key"]
 
 
-async def test_one_that_dies_is_started_again(folder: Path) -> None:
-    async with FakeEngine(decoded).serving() as d, workers(folder, f"--decoder={d.url}") as f:
-        first, second = f.children()
-        os.kill(first, signal.SIGKILL)
-        await f.logged("has ended with status -9: it is started again")
-        await until(lambda: len(f.children()) == 2)
-        assert second in f.children()
-        assert first not in f.children()
-        await f.post(chat(), by=0)
-        await f.post(chat(), by=1)
+async def test_one_that_dies_is_started_again(f: Workers) -> None:
+    first, second = f.children()
+    os.kill(first, signal.SIGKILL)
+    await f.logged("has ended with status -9: it is started again")
+    await until(lambda: len(f.children()) == 2)
+    assert second in f.children()
+    assert first not in f.children()
+    await f.post(chat(), by=0)
+    await f.post(chat(), by=1)
 
 
-@pytest.mark.parametrize("is_for_all", [True, False])
-async def test_a_stream_runs_on_while_it_stops(folder: Path, *, is_for_all: bool) -> None:
-    """Also where a service manager sends the signal to each of its processes."""
-    let_go = asyncio.Event()
+@pytest.mark.parametrize("signals", ["one", "one to each process", "two"])
+async def test_a_stream_runs_on_while_it_stops(d: FakeEngine, f: Workers, signals: str) -> None:
+    """Also where a service manager sends the signal to each of its processes. A second one ends
+    it.
+    """
+    d.answer = streaming_until(let_go := asyncio.Event())
     async with (
-        FakeEngine(streaming_until(let_go)).serving() as d,
-        workers(folder, f"--decoder={d.url}") as f,
         aiohttp.ClientSession() as client,
         client.post(f.url + CHAT, json=chat(stream=True)) as response,
     ):
         assert await response.content.readany() == EVENTS[0]
-        if is_for_all:
+        if signals == "one to each process":
             os.killpg(f.process.pid, signal.SIGTERM)
         else:
             f.process.terminate()
         await f.logged("stopping: 1 requests")
-        await until(lambda: len(f.children()) == 1)
-        async with aiohttp.ClientSession() as other, other.get(f.url + "/ready") as ready:
-            assert ready.status == 503
-        let_go.set()
-        assert await response.read() == EVENTS[-1]
+        if signals == "two":
+            f.process.terminate()
+            assert b"shutting_down" in await response.read()
+        else:
+            await until(lambda: len(f.children()) == 1)
+            async with aiohttp.ClientSession() as other, other.get(f.url + "/ready") as ready:
+                assert ready.status == 503
+            let_go.set()
+            assert await response.read() == EVENTS[-1]
         assert await f.ended() == 0
 
 
-async def test_a_second_signal_ends_requests(folder: Path) -> None:
-    async with (
-        FakeEngine(streaming_until(asyncio.Event())).serving() as d,
-        workers(folder, f"--decoder={d.url}") as f,
-        aiohttp.ClientSession() as client,
-        client.post(f.url + CHAT, json=chat(stream=True)) as response,
-    ):
-        assert await response.content.readany() == EVENTS[0]
-        f.process.terminate()
-        await f.logged("stopping: 1 requests")
-        f.process.terminate()
-        assert b"shutting_down" in await response.read()
-        assert await f.ended() == 0
+async def test_none_is_left_if_the_first_process_is_killed(f: Workers) -> None:
+    pids = f.children()
+    f.process.kill()
+    await f.ended()
+    await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
-async def test_none_is_left_if_the_first_process_is_killed(folder: Path) -> None:
-    async with FakeEngine(decoded).serving() as d, workers(folder, f"--decoder={d.url}") as f:
-        pids = f.children()
-        f.process.kill()
-        await f.ended()
-        await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
-
-
-async def test_a_port_that_other_workers_have_is_one_sentence(folder: Path) -> None:
-    async with FakeEngine(decoded).serving() as d, workers(folder, f"--decoder={d.url}") as f:
-        port = f.url.rpartition(":")[2]
-        second = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "ecshare.router", "--workers=2", "--decoder=http://x:1"),
-            f"--port={port}",
-            stderr=asyncio.subprocess.PIPE,
-        )
-        _, said = await asyncio.wait_for(second.communicate(), GIVE_UP_S)
-        assert second.returncode == 1
-        assert said.startswith(b"cannot listen on --host 127.0.0.1 --port ")
-        assert said.count(b"\n") == 1
+async def test_a_port_that_other_workers_have_is_one_sentence(f: Workers) -> None:
+    async with started("--workers=2", "--decoder=http://x:1", port=f.port) as second:
+        assert await second.ended() == 1
+        assert second.log.startswith("cannot listen on --host 127.0.0.1 --port ")
+        assert second.log.count("\n") == 1
 
 
 def test_one_that_cannot_start_ends_all(folder: Path) -> None:

@@ -9,19 +9,20 @@ from functools import partial
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from ecshare.router.api.answer import ClientView, Opening, PrefillUsage, read_opening
+from ecshare.router.api.chat import CHAT
 from ecshare.router.api.errors import Dialect
-from tests.ecshare.router.fake_engine import Answer, Held, chat, failing, fleet, hang_up
+from tests.ecshare.router import answers
+from tests.ecshare.router.answers import EVENTS, Answer, event, failing
+from tests.ecshare.router.bodies import chat
+from tests.ecshare.router.fake_engine import fleet
+from tests.ecshare.router.held import streaming_until
+from tests.waiting import until
 
 ROLE = {"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
 TOKEN = {"choices": [{"delta": {"content": "a"}, "finish_reason": None}]}
 ERROR = {"error": {"message": "Internal server error", "code": 500}}
-
-
-def event(content: Any, end: str = "\n\n") -> bytes:
-    return f"data: {json.dumps(content)}{end}".encode()
 
 
 def named(*names: str) -> bytes:
@@ -196,14 +197,14 @@ def test_what_prefill_computed_does_not_count_as_cached(
     before, after = {"id": "a", "choices": ["ü"]}, {"x": None}
     body = compact({**before, "usage": of_decode, **after})
     assert json.loads(view.whole(body)) == {**before, "usage": shown, **after}
-    for event in (
+    for told in (
         {"usage": of_decode},
         {"type": "response.completed", "response": {"usage": of_decode}},
         {"type": "message_start", "message": {"usage": of_decode}},
     ):
-        told = view.chunk(b"event: x\ndata: " + compact(event) + b"\n\n")
-        expected = json.loads(compact(event).replace(compact(of_decode), compact(shown)))
-        head, data = told.split(b"data:")
+        chunk = view.chunk(b"event: x\ndata: " + compact(told) + b"\n\n")
+        expected = json.loads(compact(told).replace(compact(of_decode), compact(shown)))
+        head, data = chunk.split(b"data:")
         assert head == b"event: x\n"
         assert json.loads(data) == expected
     alone = ClientView(dialect, PrefillUsage())
@@ -219,9 +220,9 @@ def test_transfer_params_stay_in_the_fleet(spaced: bool) -> None:
     body = {"text": text, "kv_transfer_params": OURS, "ec_transfer_params": {"u": {}}, "z": 1}
     shown = json.loads(ClientView(Dialect.OPENAI, PrefillUsage()).whole(written(body)))
     assert shown == body | {"kv_transfer_params": None, "ec_transfer_params": None}
-    event = b"data: " + written({"type": "response.completed", "response": body}) + b"\n\n"
-    told = ClientView(Dialect.RESPONSES, PrefillUsage()).chunk(event)
-    assert json.loads(told[5:])["response"] == shown
+    told = b"data: " + written({"type": "response.completed", "response": body}) + b"\n\n"
+    chunk = ClientView(Dialect.RESPONSES, PrefillUsage()).chunk(told)
+    assert json.loads(chunk[5:])["response"] == shown
 
 
 @pytest.mark.parametrize(
@@ -301,17 +302,11 @@ def test_usage_is_what_the_last_of_an_answer_tells() -> None:
     assert ClientView().usage() == {}
 
 
-def answering(usage: Any, **fields: Any) -> Answer:
-    async def answer(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        content = {"choices": [], "usage": usage, **fields}
-        if not body.get("stream"):
-            return web.json_response(content)
-        return web.Response(
-            body=b'data: {"n":1}\n\ndata: ' + compact(content) + b"\n\ndata: [DONE]\n\n",
-            content_type="text/event-stream",
-        )
-
-    return answer
+def telling(usage: Any, **fields: Any) -> Answer:
+    """Answer as P and D do, with this usage at the end."""
+    told = {"choices": [], "usage": usage, **fields}
+    stream = answers.streaming(EVENTS[0], event(told), EVENTS[-1])
+    return answers.either(answers.answering(**told), stream)
 
 
 def usage_of(body: bytes) -> Any:
@@ -322,64 +317,47 @@ def usage_of(body: bytes) -> Any:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_cold_prompt_and_a_warm_one(stream: bool) -> None:
     async with fleet(0, 1) as f:
-        f.p.answer = answering(chat_usage(0, 40), kv_transfer_params=OURS)
-        f.d.answer = answering(chat_usage(39, 1), kv_transfer_params=OURS)
-        response, body = await f.post(chat(stream=stream))
-        assert response.headers["x-ecshare-path"] == "prefill,decode"
-        assert usage_of(body) == chat_usage(0, 40)
-        assert b"kvshare" not in body
-        response, body = await f.post(chat(stream=stream))
-        assert response.headers["x-ecshare-path"] == "decode"
-        assert usage_of(body) == chat_usage(39, 1)
-        assert f.router.counts()["prefills"]["lost"] == 0
+        f.p.answer = telling(chat_usage(0, 40), kv_transfer_params=OURS)
+        f.d.answer = telling(chat_usage(39, 1), kv_transfer_params=OURS)
+        for path, usage in (("prefill,decode", (0, 40)), ("decode", (39, 1))):
+            response, body = await f.post(chat(stream=stream))
+            assert response.headers["x-ecshare-path"] == path
+            assert usage_of(body) == chat_usage(*usage)
+            assert b"kvshare" not in body
+        assert f.count("prefills", "lost") == 0
 
 
-@pytest.mark.parametrize(
-    ("of_prefill", "shown"),
-    [(hang_up, chat_usage(None)), (failing(500), chat_usage(None)), (None, chat_usage(39, 1))],
-)
-async def test_a_prefill_engine_that_fails_may_have_stored_some(
-    of_prefill: Answer | None, shown: Any
-) -> None:
-    async with fleet(0, 1) as f:
-        if of_prefill is None:  # nobody listens there
-            (worker,) = f.router.pools[next(iter(list(f.router.pools)[1:2]))]
-            worker.url = "http://127.0.0.1:9"
-        else:
-            f.p.answer = of_prefill
-        f.d.answer = answering(chat_usage(39, 1))
+@pytest.mark.parametrize("of_prefill", [answers.hang_up, failing(500), None])
+async def test_a_prefill_engine_that_fails_may_have_stored_some(of_prefill: Answer | None) -> None:
+    """Unless it cannot be reached: None."""
+    gone = ("http://127.0.0.1:9",) if of_prefill is None else ()
+    async with fleet(0, not gone, prefillers_more=gone) as f:
+        for engine in f.prefillers:
+            engine.answer = of_prefill or engine.answer
+        f.d.answer = telling(chat_usage(39, 1))
         response, body = await f.post(chat())
         assert response.status == 200
-        assert usage_of(body) == shown
+        assert usage_of(body) == (chat_usage(39, 1) if of_prefill is None else chat_usage(None))
 
 
 @pytest.mark.usefixtures("short_is_long")
 async def test_prefill_may_answer_after_decode_has_begun() -> None:
     """The usage at the end of the stream is P's all the same; and null if P never answers."""
     streamed = {"kvshare": {"streamed": True, "num_tokens": 39}}
-    first, goes_on = b'data: {"n":1}\n\n', asyncio.Event()
-
-    async def answer(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(http)
-        await response.write(first)
-        await goes_on.wait()
-        await response.write(b"data: " + compact({"usage": chat_usage(39, 1)}) + b"\n\n")
-        return response
-
+    goes_on, last = asyncio.Event(), event({"usage": chat_usage(39, 1)})
     async with fleet(0, 1, prefill="always") as f:
-        of_p = answering(chat_usage(0, 40), kv_transfer_params=streamed)
+        of_p = telling(chat_usage(0, 40), kv_transfer_params=streamed)
         f.p.answer = of_p
         await f.post(chat())
-        for answers in (True, False):
-            f.p.answer, f.d.answer = held, _ = Held(of_p), answer
+        f.d.answer = streaming_until(goes_on, last)
+        for in_time in (True, False):
+            held = f.p.hold(of_p)
             goes_on.clear()
-            async with f.client.post(f.url + "/v1/chat/completions", json=chat(stream=True)) as r:
-                assert await r.content.readexactly(len(first)) == first
-                if answers:
+            async with f.client.post(f.url + CHAT, json=chat(stream=True)) as response:
+                assert await response.content.readexactly(len(EVENTS[0])) == EVENTS[0]
+                if in_time:
                     held.let_go.set()
-                    while f.in_flight("prefill"):
-                        await asyncio.sleep(0.01)
+                    await until(lambda: not f.in_flight("prefill"))
                 goes_on.set()
-                rest = await r.read()
-            assert usage_of(rest) == (chat_usage(0, 40) if answers else chat_usage(None))
+                rest = await response.read()
+            assert usage_of(rest) == (chat_usage(0, 40) if in_time else chat_usage(None))

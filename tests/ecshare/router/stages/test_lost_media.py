@@ -1,44 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """An embedding is gone that E had stored: the request goes to E again, unseen by its client."""
 
-import asyncio
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from ecshare.router.api.client_request import EC_PARAMS
-from tests.ecshare.router.api.test_answer import ERROR, ROLE, event
-from tests.ecshare.router.fake_engine import (
-    EVENTS,
-    PNG,
-    PNG_2,
-    Answer,
-    Fleet,
-    Hanging,
-    chat,
-    decoded,
-    failing,
-    fleet,
-    hang_up,
-    picture,
-    prefilled,
-)
-from tests.ecshare.router.stages.test_encoded import encodes, media_of
+from tests.ecshare.router import answers
+from tests.ecshare.router.answers import DECODED, EVENTS, Answer, decoded, event, failing, prefilled
+from tests.ecshare.router.api.test_answer import ERROR, ROLE
+from tests.ecshare.router.bodies import PNG, PNG_2, chat, media_of, picture
+from tests.ecshare.router.fake_engine import Fleet, fleet
+from tests.ecshare.router.held import Hanging, soon
 
 ALL = "encode,prefill,decode"
-WHOLE = {True: b"".join(EVENTS), False: b'{"choices":  []}'}
+SEEN = chat(picture(PNG))
+ERROR_EVENTS = (event(ROLE), event(ERROR), b"data: [DONE]\n\n")
+error_event = answers.either(failing(500), answers.streaming(*ERROR_EVENTS))
+"""Answer as vLLM does: 200, the role, and then the error."""
+both_ways = pytest.mark.parametrize("stream", [False, True])
 
 
-async def error_event(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    """Answer as vLLM does: 200, the role, and then the error."""
-    if not body.get("stream"):
-        return await failing(500)(http, body)
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await response.prepare(http)
-    for each in (event(ROLE), event(ERROR), b"data: [DONE]\n\n"):
-        await response.write(each)
-    return response
+@pytest.fixture
+async def seen(f: Fleet) -> Fleet:
+    """A fleet in which E has reported a picture."""
+    await f.post(SEEN)
+    return f
 
 
 def without(f: Fleet, num_encoded: int, answer: Answer, failure: Answer) -> Answer:
@@ -52,24 +40,23 @@ def without(f: Fleet, num_encoded: int, answer: Answer, failure: Answer) -> Answ
     return lost
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@both_ways
 @pytest.mark.parametrize("stage", ["p", "d"])
 @pytest.mark.parametrize("hand_over", ["streamed", "after"])
 async def test_what_is_gone_is_encoded_again(stage: str, stream: bool, hand_over: str) -> None:
     async with fleet(hand_over=hand_over) as f:
-        await f.post(chat(picture(PNG)))
+        await f.post(SEEN)
         if stage == "p":
             f.p.answer = without(f, 2, prefilled, failing(500))
         f.d.answer = without(f, 2, decoded, error_event)
-        response, body = await f.post(chat(picture(PNG), stream=stream))
+        response, body = await f.post(SEEN | {"stream": stream})
         assert (response.status, response.headers["x-ecshare-path"]) == (200, ALL)
         assert "x-ecshare-avoided" not in response.headers
-        assert body == WHOLE[stream]
+        assert body == DECODED[stream]
         assert len(f.e.bodies) == 2
         assert media_of(f.e.bodies[1])[0]["type"] == "image_url"
-        health = (await f.health())[1]
-        assert (health["fallbacks"], health["encodes"]["repeated"]) == (0, 1)
-        response, _ = await f.post(chat(picture(PNG)))
+        assert (f.router.counts()["fallbacks"], f.count("encodes", "repeated")) == (0, 1)
+        response, _ = await f.post(SEEN)
         assert response.headers["x-ecshare-avoided"] == "encode"
 
 
@@ -98,60 +85,56 @@ async def test_nobody_waits_for_what_was_stored_long_ago() -> None:
 
 async def test_a_report_stays_as_old_as_it_is_if_e_fails_to_repeat_it() -> None:
     async with fleet(hand_over="after", prefill="always") as f:
-        await f.post(chat(picture(PNG)))
+        await f.post(SEEN)
         f.clock.now_s += 60
         f.p.answer, f.e.answer = failing(500), failing(500)
-        await f.post(chat(picture(PNG)))
+        await f.post(SEEN)
         f.p.answer = prefilled
-        await f.post(chat(picture(PNG)))
+        await f.post(SEEN)
         assert f.p.bodies[-1][EC_PARAMS] == {"ecshare": {"names_all": True}}
 
 
-async def test_all_that_the_request_brings_goes_to_e_again() -> None:
-    async with fleet() as f:
-        await f.post(chat(picture(PNG), picture(PNG_2)))
-        f.d.answer = without(f, 4, decoded, failing(500))
-        response, _ = await f.post(chat(picture(PNG), picture(PNG_2)))
-        assert (response.status, response.headers["x-ecshare-path"]) == (200, ALL)
-        assert len(f.e.bodies) == 4
+async def test_all_that_the_request_brings_goes_to_e_again(f: Fleet) -> None:
+    await f.post(chat(picture(PNG), picture(PNG_2)))
+    f.d.answer = without(f, 4, decoded, failing(500))
+    assert await f.way(chat(picture(PNG), picture(PNG_2))) == ALL
+    assert len(f.e.bodies) == 4
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_what_e_does_not_bring_back_is_left_to_decode(stream: bool) -> None:
-    async with fleet() as f:
-        await f.post(chat(picture(PNG)))
-        f.d.answer = without(f, 99, decoded, error_event)
-        response, body = await f.post(chat(picture(PNG), stream=stream))
-        assert (response.status, response.headers["x-ecshare-path"]) == (200, "decode")
-        assert body == WHOLE[stream]
-        assert len(f.e.bodies) == 2, "once"
-        assert (await encodes(f))["remembered"] == 1, "something else may have failed"
+@both_ways
+async def test_what_e_does_not_bring_back_is_left_to_decode(seen: Fleet, stream: bool) -> None:
+    seen.d.answer = without(seen, 99, decoded, error_event)
+    response, body = await seen.post(SEEN | {"stream": stream})
+    assert (response.status, response.headers["x-ecshare-path"]) == (200, "decode")
+    assert body == DECODED[stream]
+    assert len(seen.e.bodies) == 2, "once"
+    assert seen.count("encodes", "remembered") == 1, "something else may have failed"
 
 
-async def test_what_e_has_just_reported_is_not_encoded_twice() -> None:
-    async with fleet() as f:
-        f.d.answer = without(f, 99, decoded, failing(500))
-        response, _ = await f.post(chat(picture(PNG)))
-        assert (response.status, response.headers["x-ecshare-path"]) == (200, "decode")
-        assert len(f.e.bodies) == 1
-        assert (await encodes(f))["remembered"] == 1, "something else may have failed"
+async def test_what_e_has_just_reported_is_not_encoded_twice(f: Fleet) -> None:
+    f.d.answer = without(f, 99, decoded, failing(500))
+    assert await f.way(SEEN) == "decode"
+    assert len(f.e.bodies) == 1
+    assert [media_of(sent)[0]["type"] for sent in f.d.bodies] == ["image_embeds", "image_url"]
+    assert f.count("encodes", "remembered") == 1, "something else may have failed"
 
 
-@pytest.mark.parametrize("answer", [hang_up, failing(429), Hanging()])
+@pytest.mark.parametrize("answer", [answers.hang_up, failing(429), Hanging()])
 async def test_an_engine_that_is_down_says_nothing_of_embeddings(answer: Answer) -> None:
     options: Any = {"hand_over": "after", "when_overloaded": "decode"}
     async with fleet(stage_timeout_s=0.3, **options) as f:
-        await f.post(chat(picture(PNG)))
+        await f.post(SEEN)
         f.p.answer = answer
-        response, _ = await f.post(chat(picture(PNG)))
-        assert (response.status, response.headers["x-ecshare-path"]) == (200, "decode")
+        assert await f.way(SEEN) == "decode"
         assert len(f.e.bodies) == 1
-        assert (await encodes(f))["remembered"] == 1
+        assert f.count("encodes", "remembered") == 1
         assert media_of(f.d.bodies[-1])[0]["uuid"] == media_of(f.e.bodies[0])[0]["uuid"]
 
 
 @pytest.mark.parametrize("is_e_down", [False, True])
-async def test_bytes_of_lost_media_go_to_decode_under_a_name_of_their_own(is_e_down: bool) -> None:
+async def test_bytes_of_lost_media_go_to_decode_under_a_name_of_their_own(
+    seen: Fleet, is_e_down: bool
+) -> None:
     """vLLM's cache of inputs may have the item without its bytes under the other name."""
     without_bytes: set[str] = set()
 
@@ -159,45 +142,32 @@ async def test_bytes_of_lost_media_go_to_decode_under_a_name_of_their_own(is_e_d
         (item,) = media_of(body)
         if item["type"] == "image_embeds":
             without_bytes.add(item["uuid"])
-        answers = decoded if item["uuid"] not in without_bytes else failing(500)
-        return await answers(http, body)
+        return await (failing(500) if item["uuid"] in without_bytes else decoded)(http, body)
 
-    async with fleet() as f:
-        await f.post(chat(picture(PNG)))
-        f.d.answer = with_cache_of_inputs
-        if is_e_down:
-            f.e.answer = hang_up
-        names = set()
-        for _ in range(2):
-            response, _ = await f.post(chat(picture(PNG)))
-            assert (response.status, response.headers["x-ecshare-path"]) == (200, "decode")
-            (item,) = media_of(f.d.bodies[-1])
-            assert item["type"] == "image_url"
-            names.add(item["uuid"])
-        assert len(names) == 1, "what D stores under it can be used again"
+    seen.d.answer = with_cache_of_inputs
+    if is_e_down:
+        seen.e.answer = answers.hang_up
+    names = set()
+    for _ in range(2):
+        assert await seen.way(SEEN) == "decode"
+        (item,) = media_of(seen.d.bodies[-1])
+        assert item["type"] == "image_url"
+        names.add(item["uuid"])
+    assert len(names) == 1, "what D stores under it can be used again"
 
 
-async def test_an_error_behind_a_token_is_the_clients() -> None:
-    async def late(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(http)
-        await response.write(EVENTS[0])
-        await response.write(event(ERROR))
-        return response
-
-    async with fleet() as f:
-        await f.post(chat(picture(PNG)))
-        f.d.answer = late
-        _, body = await f.post(chat(picture(PNG), stream=True))
-        assert body == EVENTS[0] + event(ERROR)
-        assert (len(f.e.bodies), len(f.d.bodies)) == (1, 2)
+async def test_an_error_behind_a_token_is_the_clients(seen: Fleet) -> None:
+    seen.d.answer = answers.streaming(EVENTS[0], event(ERROR))
+    _, body = await seen.post(SEEN | {"stream": True})
+    assert body == EVENTS[0] + event(ERROR)
+    assert (len(seen.e.bodies), len(seen.d.bodies)) == (1, 2)
 
 
 async def test_the_last_decodes_error_is_passed_on() -> None:
     async with fleet(0, 0) as f:
         f.d.answer = error_event
         response, body = await f.post(chat(stream=True))
-        assert (response.status, body) == (200, event(ROLE) + event(ERROR) + b"data: [DONE]\n\n")
+        assert (response.status, body) == (200, b"".join(ERROR_EVENTS))
         assert len(f.d.bodies) == 1
 
 
@@ -205,16 +175,13 @@ async def test_another_decode_answers_instead_of_an_error_event() -> None:
     async with fleet(0, 0, num_d=2) as f:
         f.d.answer = error_event
         for _ in range(2):
-            _, body = await f.post(chat(stream=True))
-            assert body == b"".join(EVENTS)
+            assert (await f.post(chat(stream=True)))[1] == DECODED[True]
 
 
-async def test_a_client_that_leaves_meanwhile_is_not_worked_for() -> None:
-    async with fleet() as f:
-        await f.post(chat(picture(PNG)))
-        f.d.answer = without(f, 99, decoded, failing(500))
-        f.e.answer = hanging = Hanging()
-        asked = asyncio.create_task(f.post(chat(picture(PNG))))
-        await asyncio.wait_for(hanging.asked.wait(), 5)
-        asked.cancel()
-        await asyncio.wait_for(hanging.left.wait(), 5)
+async def test_a_client_that_leaves_meanwhile_is_not_worked_for(seen: Fleet) -> None:
+    seen.d.answer = without(seen, 99, decoded, failing(500))
+    seen.e.answer = hanging = Hanging()
+    asked = seen.start(SEEN)
+    await soon(hanging.asked)
+    asked.cancel()
+    await soon(hanging.left)

@@ -8,11 +8,11 @@ import pytest
 
 from ecshare.router.api.chat import read_chat
 from ecshare.router.api.client_request import Media
-from ecshare.router.api.endpoints import read_completion, read_responses
+from ecshare.router.api.endpoints import Reader, read_completion, read_responses
 from ecshare.router.media.identity import identity
 from ecshare.router.stages.plan import decode_work, item_work, prompt_work
 from ecshare.router.types import Work
-from tests.ecshare.router.fake_engine import PNG, PNG_2, picture
+from tests.ecshare.router.bodies import PNG, PNG_2, picture, text
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 LONG = "a document. " * 1000
@@ -22,14 +22,14 @@ def user(*content: Any) -> dict[str, Any]:
     return {"role": "user", "content": list(content)}
 
 
-def text(said: str) -> dict[str, Any]:
-    return {"type": "text", "text": said}
-
-
 def work_of(*messages: Any, **fields: Any) -> Work:
-    chat = read_chat(json.dumps({"model": "m", "messages": messages, **fields}).encode(), 64)
-    media = [Media(identity(item.modality, item.source), item.source) for item in chat.items]
-    return prompt_work(chat, media)
+    return work(read_chat, messages=messages, **fields)
+
+
+def work(read: Reader, **fields: Any) -> Work:
+    client = read(json.dumps({"model": "m", **fields}).encode(), 64)
+    media = [Media(identity(item.modality, item.source), item.source) for item in client.items]
+    return prompt_work(client, media)
 
 
 ANSWER = {"role": "assistant", "content": "It is a cat."}
@@ -118,23 +118,17 @@ def test_odd_messages_are_work_too(message: Any) -> None:
     assert work.tokens >= 1
 
 
-def response_work(given: Any, **fields: Any) -> Work:
-    body = json.dumps({"model": "m", "input": given, **fields}).encode()
-    client = read_responses(body, 64)
-    media = [Media(identity(item.modality, item.source), item.source) for item in client.items]
-    return prompt_work(client, media)
-
-
 def test_prompts_at_other_endpoints_have_keys_too() -> None:
     image = {"type": "input_image", "image_url": picture(PNG)["image_url"]["url"]}
     asked = [user({"type": "input_text", "text": "What is this?"}, image)]
     again = [user({"type": "input_text", "text": "And its colour?"}, image), ANSWER]
-    brief = {"instructions": "Be brief."}
-    assert response_work(asked, **brief).key == response_work(again, **brief).key
-    assert response_work(asked, **brief).key != response_work(asked).key
-    assert response_work(asked).tokens > 1000
-    assert response_work("Hello").key == response_work([user("Hello")]).key
-    ids = [read_completion(json.dumps({"prompt": ids}).encode(), 0) for ids in ([7] * 99, [8] * 99)]
-    works = [prompt_work(each, []) for each in ids]
-    assert works[0].key != works[1].key
-    assert works[0].tokens > 20
+    alike = [work(read_responses, input=each, instructions="Be brief.") for each in (asked, again)]
+    assert alike[0].key == alike[1].key
+    alone = work(read_responses, input=asked)
+    assert alone.key != alike[0].key
+    assert alone.tokens > 1000
+    hello = [work(read_responses, input=each) for each in ("Hello", [user("Hello")])]
+    assert hello[0].key == hello[1].key
+    ids = [work(read_completion, prompt=[each] * 99) for each in (7, 8)]
+    assert ids[0].key != ids[1].key
+    assert ids[0].tokens > 20
