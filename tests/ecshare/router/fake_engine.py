@@ -162,11 +162,9 @@ class FakeEngine:
         app.router.add_get("/health", self._health)
         app.middlewares.append(self._connection_middleware())
         app.on_response_prepare.append(self._close)
-        async with listening_on(
-            web.AppRunner(
-                app, handler_cancellation=True, shutdown_timeout=0.1, max_field_size=1 << 17
-            )
-        ) as self.url:
+        options: dict[str, Any] = {"shutdown_timeout": 0.1, "max_field_size": 1 << 17}
+        runner = web.AppRunner(app, handler_cancellation=True, **options)
+        async with listening_on(runner) as self.url:
             yield self
 
 

@@ -56,7 +56,8 @@ async def started(
     )
     router = RouterProcess(process, port)
     try:
-        yield router
+        async with asyncio.timeout(GIVE_UP_S):
+            yield router
     finally:
         if process.returncode is None:
             process.terminate()

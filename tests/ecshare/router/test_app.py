@@ -154,7 +154,8 @@ async def test_an_unreachable_encoder_is_no_obstacle() -> None:
 async def test_an_encoder_that_failed_is_left_alone_until_it_cooled_down(answer: Answer) -> None:
     async with fleet(cool_down_s=5.0) as f:
         f.e.answer = answer
-        for f.clock.now_s, num_asked in ((0.0, 1), (4.9, 1), (5.0, 2)):
+        for now_s, num_asked in ((0.0, 1), (4.9, 1), (5.0, 2)):
+            f.clock.now_s = now_s
             assert await f.way(chat(picture(PNG))) == "decode"
             assert len(f.e.bodies) == num_asked
 

@@ -160,9 +160,7 @@ async def test_one_that_dies_is_started_again(f: Workers) -> None:
 
 @pytest.mark.parametrize("signals", ["one", "one to each process", "two"])
 async def test_a_stream_runs_on_while_it_stops(d: FakeEngine, f: Workers, signals: str) -> None:
-    """Also where a service manager sends the signal to each of its processes. A second one ends
-    it.
-    """
+    """To its end, also where each process gets the signal, and to an error after a second one."""
     d.answer = streaming_until(let_go := asyncio.Event())
     async with (
         aiohttp.ClientSession() as client,
