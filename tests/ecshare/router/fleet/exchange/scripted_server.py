@@ -2,13 +2,20 @@
 """An HTTP server that a script writes the bytes of, and what a client sends to it."""
 
 import asyncio
+import os
+import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, closing, suppress
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
-from ecshare.router.fleet.exchange import Connections
+from ecshare.router.fleet.exchange import Connections, Exchange
 
 Script = Callable[["Visit"], Awaitable[None]]
+Step = Callable[["Visit"], Awaitable[object]]
 
 
 class Body:
@@ -25,17 +32,15 @@ class Body:
             yield piece
 
 
+@dataclass
 class Visit:
     """One connection of a client."""
 
-    def __init__(
-        self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        self.number = number
-        self.reader = reader
-        self.writer = writer
-        self.requests: list[bytes] = []
-        self.has_ended = False
+    number: int
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    requests: list[bytes] = field(default_factory=list)
+    has_ended: bool = False
 
     async def request(self) -> bytes:
         """Read a request."""
@@ -45,9 +50,20 @@ class Visit:
         self.requests.append(head + await self.reader.readexactly(length))
         return self.requests[-1]
 
+    async def head(self) -> None:
+        """Read only the head of a request."""
+        await self.reader.readuntil(b"\r\n\r\n")
+
     async def send(self, data: bytes) -> None:
         self.writer.write(data)
         await self.writer.drain()
+
+    async def reset(self) -> None:
+        """Close the connection with a reset."""
+        descriptor = self.writer.get_extra_info("socket").fileno()
+        with socket.socket(fileno=os.dup(descriptor)) as own:
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.writer.transport.abort()
 
     async def end_of_client(self) -> None:
         """Wait until the client closes the connection."""
@@ -56,10 +72,11 @@ class Visit:
 
 
 class Server:
-    """Connections that clients have made."""
+    """Connections that a client has made to it, and this client."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, client: Connections) -> None:
         self._script = script
+        self.client = client
         self.url = ""
         self.visits: list[Visit] = []
 
@@ -70,6 +87,34 @@ class Server:
     @property
     def num_open(self) -> int:
         return sum(not visit.has_ended for visit in self.visits)
+
+    @asynccontextmanager
+    async def begun(
+        self,
+        body: Body | None = None,
+        *,
+        url: str | None = None,
+        method: str = "POST",
+        limit_s: float | None = 30.0,
+        headers: Mapping[str, str] = MappingProxyType({"X-Name": "value"}),
+    ) -> AsyncIterator[Exchange]:
+        """An exchange that has the head of its answer; `url`: unless it is the server's own."""
+        exchange = self.client.exchange(
+            method, self.url if url is None else url, headers, body, limit_s
+        )
+        with closing(exchange):
+            await exchange.begin()
+            yield exchange
+
+    async def fetch(
+        self, body: Body | None = None, **options: Any
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Send a request, as `begun`; return the status, the headers and the body of its answer."""
+        async with self.begun(body, **options) as exchange:
+            read = b""
+            while chunk := await exchange.chunk():
+                read += chunk
+            return exchange.status, dict(exchange.headers), read
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         visit = Visit(len(self.visits), reader, writer)
@@ -84,10 +129,16 @@ class Server:
 
 @asynccontextmanager
 async def serving(
-    script: Script, tls: ssl.SSLContext | None = None, host: str = "127.0.0.1"
+    script: Script,
+    tls: ssl.SSLContext | None = None,
+    host: str = "127.0.0.1",
+    most: int = 8,
+    connect_timeout_s: float = 20.0,
+    keep_idle_s: float = 20.0,
 ) -> AsyncIterator[Server]:
-    """A server on loopback that runs `script` for each connection, and closes it then."""
-    server = Server(script)
+    """A server on loopback that runs `script` for each connection, and closes it then; a client."""
+    client = Connections(most, connect_timeout_s=connect_timeout_s, keep_idle_s=keep_idle_s)
+    server = Server(script, client)
     tasks: set[asyncio.Task[None]] = set()
 
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -100,24 +151,13 @@ async def serving(
     try:
         yield server
     finally:
+        await client.close()
         listening.close()
         for visit in [each for each in server.visits if not each.has_ended]:
             visit.writer.transport.abort()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-@asynccontextmanager
-async def connections(
-    most: int = 8, connect_timeout_s: float = 20.0, keep_idle_s: float = 20.0
-) -> AsyncIterator[Connections]:
-    """A client, which is closed at the end."""
-    client = Connections(most, connect_timeout_s=connect_timeout_s, keep_idle_s=keep_idle_s)
-    try:
-        yield client
-    finally:
-        await client.close()
 
 
 def answer(body: bytes = b"ok", *headers: bytes) -> bytes:
@@ -139,20 +179,15 @@ def answering(data: bytes, *, at_once: bool = True) -> Script:
     return script
 
 
-async def fetch(
-    client: Connections,
-    url: str,
-    body: Body | None = None,
-    method: str = "POST",
-    limit_s: float | None = 30.0,
-) -> tuple[int, dict[str, str], bytes]:
-    """Send a request; return the status, the headers and the body of its answer."""
-    exchange = client.exchange(method, url, {"X-Name": "value"}, body, limit_s)
-    try:
-        await exchange.begin()
-        read = b""
-        while chunk := await exchange.chunk():
-            read += chunk
-        return exchange.status, dict(exchange.headers), read
-    finally:
-        exchange.close()
+def steps(*each: bytes | Step) -> Script:
+    """Take these steps in order, of which bytes are sent, and close the connection."""
+
+    async def script(visit: Visit) -> None:
+        for step in each:
+            await (visit.send(step) if isinstance(step, bytes) else step(visit))
+
+    return script
+
+
+def pause(seconds: float) -> Step:
+    return lambda visit: asyncio.sleep(seconds)
