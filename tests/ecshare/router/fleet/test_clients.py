@@ -23,10 +23,10 @@ from tests.ecshare.router.fake_engine import (
     listening,
     picture,
 )
+from tests.waiting import until
 
 GOOD = {"Authorization": "Bearer right"}
 BAD = {"Authorization": "Bearer wrong"}
-SOON_S = 5.0
 
 
 @asynccontextmanager
@@ -49,16 +49,20 @@ def at(url: str) -> dict[str, object]:
     return chat({"type": "image_url", "image_url": {"url": url}})
 
 
-@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize(("refusal", "status"), [(401, 401), (403, 403), (404, 502), (500, 502)])
 @pytest.mark.parametrize("headers", [{}, BAD])
-async def test_nothing_is_fetched_for_a_client_that_decode_refuses(
-    headers: dict[str, str], status: int
+async def test_nothing_is_fetched_for_clients_unless_decode_says_that_it_serves_them(
+    headers: dict[str, str], refusal: int, status: int
 ) -> None:
     async with guarded() as (f, url, fetched):
-        f.d.refusal = status
+        f.d.refusal = refusal
         for body in (at(url), at(url) | {"model": "other"}):
             response, answer = await f.post(body, headers)
-            assert (response.status, answer) == (status, b'{"error": "who is this?"}')
+            assert response.status == status
+            if status == refusal:
+                assert answer == b'{"error": "who is this?"}'
+            else:
+                assert json.loads(answer)["error"]["code"] == "engine_failed"
         assert not fetched
         assert not f.d.bodies
 
@@ -73,116 +77,82 @@ async def test_inline_media_and_text_need_no_check() -> None:
         assert f.d.num_model_lists == number
 
 
-async def test_nothing_is_fetched_while_no_decode_can_say() -> None:
-    async with guarded() as (f, url, fetched):
-        f.d.refusal = 404
-        response, body = await f.post(at(url), BAD)
-        assert (response.status, json.loads(body)["error"]["code"]) == (502, "engine_failed")
-        f.d.refusal = 500
-        assert (await f.post(at(url), BAD))[0].status == 502
-        assert not fetched
-    async with guarded() as (_, url, fetched), fleet(0, 1, 0, decoders_more=(GONE,)) as f:
+async def test_nothing_is_fetched_while_no_decode_can_be_reached() -> None:
+    gone = "http://127.0.0.1:9"
+    async with guarded() as (_, url, fetched), fleet(0, 1, 0, decoders_more=(gone,)) as f:
         assert (await f.post(at(url)))[0].status == 503
         assert not fetched
 
 
-GONE = "http://127.0.0.1:9"
-
-
-async def background() -> None:
-    """Wait for the checks that go on behind requests."""
-    await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
-
-
 class Decode:
-    """Says what it is told to; counts how often it is asked."""
+    """Says what it is told to, if it answers; counts how often it is asked."""
 
     def __init__(self) -> None:
         self.answer: Exception | None = None
+        self.answers = asyncio.Event()
+        self.answers.set()
         self.asked: list[str] = []
+        self.clock = Clock()
+        self.known = KnownClients(self.ask, self.clock)
 
-    async def __call__(self, headers: models.Headers) -> None:
+    async def ask(self, headers: models.Headers) -> None:
         self.asked.append(headers["Authorization"])
+        await self.answers.wait()
         if self.answer is not None:
             raise self.answer
 
 
 @pytest.fixture
-def decode() -> Decode:
+def decode(monkeypatch: pytest.MonkeyPatch) -> Decode:
+    monkeypatch.setattr(models, "MAX_CLIENTS", 3)
     return Decode()
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def known(decode: Decode, clock: Clock) -> KnownClients:
-    return KnownClients(decode, clock)
-
-
-async def test_a_key_that_is_withdrawn_is_good_for_no_more_than_one_request(
-    known: KnownClients, decode: Decode, clock: Clock
-) -> None:
-    await known.check(GOOD)
+async def test_a_key_that_is_withdrawn_is_good_for_no_more_than_one_request(decode: Decode) -> None:
+    await decode.known.check(GOOD)
     decode.answer = refusal = RefusalError(401, b"", "")
-    clock.now_s += models.CLIENT_FRESH_S
-    await known.check(GOOD)
-    await background()
+    decode.clock.now_s += models.CLIENT_FRESH_S
+    await decode.known.check(GOOD)
+    await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))  # the check behind it
     assert len(decode.asked) == 2
     with pytest.raises(RefusalError) as caught:
-        await known.check(GOOD)
+        await decode.known.check(GOOD)
     assert caught.value is refusal
     decode.answer = None
-    await known.check(GOOD)
+    await decode.known.check(GOOD)
     assert len(decode.asked) == 4
 
 
-async def test_a_known_key_outlives_a_decode_that_is_away_but_not_for_ever(
-    known: KnownClients, decode: Decode, clock: Clock
-) -> None:
-    await known.check(GOOD)
+async def test_a_known_key_outlives_a_decode_that_is_away_but_not_for_ever(decode: Decode) -> None:
+    await decode.known.check(GOOD)
     decode.answer = EngineError(Stage.DECODE, "gone", reached=False)
-    clock.now_s += models.CLIENT_KEPT_S - 1
-    await known.check(GOOD)
-    clock.now_s += 1
+    decode.clock.now_s += models.CLIENT_KEPT_S - 1
+    await decode.known.check(GOOD)
+    decode.clock.now_s += 1
     with pytest.raises(EngineError):
-        await known.check(GOOD)
-    await known.close()
+        await decode.known.check(GOOD)
+    await decode.known.close()
 
 
-async def test_what_is_remembered_is_bounded_and_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "MAX_CLIENTS", 3)
-    decode = Decode()
-    known = KnownClients(decode, Clock())
+async def test_what_is_kept_is_bounded_and_no_key(decode: Decode) -> None:
     names = [f"Bearer {number}" for number in range(4)]
     for name in names:
-        await known.check({"Authorization": name})
-    assert "Bearer" not in repr(vars(known))
+        await decode.known.check({"Authorization": name})
+    assert "Bearer" not in repr(vars(decode.known))
     for name in (*names[1:], names[0]):
-        await known.check({"Authorization": name})
+        await decode.known.check({"Authorization": name})
     assert decode.asked == [*names, names[0]], "the oldest had been forgotten"
 
 
-async def test_each_key_is_asked_about_once_at_a_time_behind_requests() -> None:
-    asked, asked_again = [], asyncio.Event()
-
-    async def ask(headers: models.Headers) -> None:
-        asked.append(headers)
-        if len(asked) > 1:
-            asked_again.set()
-            await asyncio.Event().wait()
-
-    clock = Clock()
-    known = KnownClients(ask, clock)
-    await known.check(GOOD)
-    clock.now_s += models.CLIENT_FRESH_S
+async def test_each_key_is_asked_about_once_at_a_time_behind_requests(decode: Decode) -> None:
+    await decode.known.check(GOOD)
+    decode.answers.clear()
+    decode.clock.now_s += models.CLIENT_FRESH_S
     for _ in range(3):
-        await known.check(GOOD)
-        await asked_again.wait()
-    assert len(asked) == 2
-    await known.close()
+        await decode.known.check(GOOD)
+        await until(lambda: len(decode.asked) > 1)
+    assert len(decode.asked) == 2
+    await decode.known.close()
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 

@@ -14,13 +14,11 @@ import pytest
 
 from ecshare.router.api.chat import CHAT
 from ecshare.router.fleet import discovery as fleet_module
-from ecshare.router.fleet.engines import EnginePool
 from ecshare.router.options.engines import read_engines
 from ecshare.router.types import Stage
 from tests.ecshare.router.fake_engine import (
     EVENTS,
     PNG,
-    Clock,
     FakeEngine,
     Fleet,
     Hanging,
@@ -29,7 +27,6 @@ from tests.ecshare.router.fake_engine import (
     decoded,
     encoded,
     fleet,
-    lease,
     picture,
     prefilled,
     streaming_until,
@@ -64,14 +61,14 @@ def from_file(path: Path) -> AbstractAsyncContextManager[Fleet]:
     )
 
 
-def engines(f: Fleet, stage: Stage = Stage.DECODE) -> list[str]:
-    return list(states(f, stage))
-
-
 def states(f: Fleet, stage: Stage = Stage.DECODE) -> dict[str, str]:
     """Return the states of a stage's engines that /status shows, by url."""
     told = f.router.known()["engines"][stage]
     return {each["url"]: each["state"] for each in told}
+
+
+def engines(f: Fleet, stage: Stage = Stage.DECODE) -> list[str]:
+    return list(states(f, stage))
 
 
 async def test_engines_come_and_go_and_streams_run_on(path: Path) -> None:
@@ -79,7 +76,6 @@ async def test_engines_come_and_go_and_streams_run_on(path: Path) -> None:
         write(path, decoders=[old.url])
         async with from_file(path) as f:
             let_go = asyncio.Event()
-
             old.answer = streaming_until(let_go)
             async with f.client.post(f.url + CHAT, json=chat(stream=True)) as response:
                 assert await response.content.readany() == EVENTS[0]
@@ -98,7 +94,7 @@ async def test_engines_come_and_go_and_streams_run_on(path: Path) -> None:
             assert len(old.bodies) == 2
 
 
-async def test_whole_stages_come_and_go(path: Path) -> None:
+async def test_whole_stages_come_and_go_and_a_prefill_that_goes_hands_over(path: Path) -> None:
     async with (
         FakeEngine(encoded).serving() as e,
         FakeEngine(prefilled).serving() as p,
@@ -109,32 +105,30 @@ async def test_whole_stages_come_and_go(path: Path) -> None:
             assert (await f.post(chat(picture(PNG))))[0].status == 200
             write(path, encoders=[e.url], prefillers=[p.url], decoders=[d.url])
             await until(lambda: engines(f, Stage.PREFILL) == [p.url])
-            assert (await f.post(chat(picture(PNG))))[0].status == 200
-            assert (len(e.bodies), len(p.bodies)) == (1, 1)
+            p.answer = held = Held(prefilled)
+            answer = asyncio.create_task(f.post(chat(picture(PNG))))
+            await asyncio.wait_for(held.asked.wait(), SOON_S)
             write(path, decoders=[d.url])
+            await until(lambda: states(f, Stage.PREFILL) == {p.url: "draining"})
+            held.let_go.set()
+            assert (await answer)[0].status == 200
+            assert d.bodies[1]["kv_transfer_params"] == {"kvshare": {"num_tokens": 7}}
             await until(lambda: engines(f, Stage.PREFILL) == engines(f, Stage.ENCODE) == [])
             assert (await f.post(chat(picture(PNG))))[0].status == 200
             assert (len(e.bodies), len(p.bodies), len(d.bodies)) == (1, 1, 3)
 
 
-WRONG = [b"", b'{"decoders": ["http://', b'{"decoders": []}', None]
-
-
-def spoil(path: Path, content: bytes | None) -> None:
-    if content is None:
-        path.unlink()
-    else:
-        path.write_bytes(content)
-
-
-@pytest.mark.parametrize("content", WRONG)
+@pytest.mark.parametrize("content", [b"", b'{"decoders": ["http://', b'{"decoders": []}', None])
 async def test_a_wrong_file_changes_nothing_and_is_told_once(
     content: bytes | None, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with FakeEngine(decoded).serving() as old, FakeEngine(decoded).serving() as new:
         write(path, decoders=[old.url])
         async with from_file(path) as f:
-            spoil(path, content)
+            if content is None:
+                path.unlink()
+            else:
+                path.write_bytes(content)
             await until(lambda: "the engines stay as they are: " + str(path) in caplog.text)
             for _ in range(3):
                 await f.router._fleet.look()
@@ -228,34 +222,3 @@ async def test_an_engine_that_hangs_and_goes_is_not_asked_for_its_health(
             ]
             await until(lambda: engines(f) == [well.url])
             await until(lambda: [ref() for ref in gone] == [None])
-
-
-async def test_a_prefill_that_is_removed_while_it_works_hands_over(path: Path) -> None:
-    held = Held(prefilled)
-    async with FakeEngine(held).serving() as p, FakeEngine(decoded).serving() as d:
-        write(path, prefillers=[p.url], decoders=[d.url])
-        async with from_file(path) as f:
-            asked = asyncio.create_task(f.post(chat()))
-            await asyncio.wait_for(held.asked.wait(), SOON_S)
-            write(path, decoders=[d.url])
-            await until(lambda: states(f, Stage.PREFILL) == {p.url: "draining"})
-            held.let_go.set()
-            assert (await asked)[0].status == 200
-            assert d.bodies[0]["kv_transfer_params"] == {"kvshare": {"num_tokens": 7}}
-
-
-def test_engines_that_stay_keep_their_state() -> None:
-    pool = EnginePool(Stage.DECODE, "ab", 5.0, Clock())
-    a, b = pool
-    a.health.note_lost_connection()
-    with lease(pool, b, 100):
-        pool.update("ca")
-        c, still = pool
-        assert still is a
-        assert c.url == "c"
-        assert pool.leaving == [b]
-        assert pool.choose() is c
-        pool.update("b")
-        assert list(pool) == [b], "it is the one that still has work"
-        assert b.tokens == 100
-    assert b.tokens == 0

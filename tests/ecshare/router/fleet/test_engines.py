@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which engine is next, and how its health decides it."""
 
-from contextlib import ExitStack
-
 import pytest
 
 from ecshare.router.fleet.engines import Engine, EnginePool
@@ -11,11 +9,6 @@ from ecshare.router.types import Stage
 from tests.ecshare.router.fake_engine import Clock, lease
 
 COOL_DOWN_S = 5.0
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture
@@ -35,9 +28,7 @@ def recovers(engine: Engine) -> bool:
 
 def test_the_least_busy_engine_is_chosen_and_idle_ones_take_turns(pool: EnginePool) -> None:
     a, b, c = pool
-    with ExitStack() as stack:
-        for engine in (a, a, b, c, c):
-            stack.enter_context(lease(pool, engine))
+    with lease(pool, a), lease(pool, a), lease(pool, b), lease(pool, c), lease(pool, c):
         assert pool.choose() is b
     assert [engine.in_flight for engine in pool] == [0, 0, 0]
     turns = []
@@ -51,9 +42,7 @@ def test_the_least_busy_engine_is_chosen_and_idle_ones_take_turns(pool: EnginePo
     assert pool.choose([a, b, c]) is None
 
 
-def test_an_engine_that_cannot_be_reached_rests_until_it_answers(
-    pool: EnginePool, clock: Clock
-) -> None:
+def test_one_that_cannot_be_reached_rests_until_it_answers(pool: EnginePool, clock: Clock) -> None:
     a, *others = pool
     for back in ("cool-down", "answer"):
         a.health.note_lost_connection()
@@ -65,9 +54,7 @@ def test_an_engine_that_cannot_be_reached_rests_until_it_answers(
         assert (a.state, pool.choose(others)) == ("up", a)
 
 
-def test_the_last_ones_to_try_are_those_that_rest_the_first_first(
-    pool: EnginePool, clock: Clock
-) -> None:
+def test_the_last_to_try_are_those_at_rest_the_first_first(pool: EnginePool, clock: Clock) -> None:
     a, b, c = pool
     hang(b)
     clock.now_s = 1.0
@@ -88,6 +75,9 @@ def test_a_failing_engine_comes_last_until_it_serves(pool: EnginePool, clock: Cl
         assert pool.ranked() == [c, b, a]
         assert pool.choose() is c
         assert pool.choose([b, c]) is a, "better than none"
+        b.health.note_failure()
+        assert pool.choose([c]) is a
+        b.health.note_begin(None, serves=True)
         for serves, state in ((False, "failing"), (True, "up")):
             a.health.note_begin(None, serves=serves)
             assert a.state == state
@@ -159,12 +149,7 @@ def test_patience_lasts_as_long_as_the_shortest_limit_and_begins_anew_with_each_
     + [(10, True, True, False)],
 )
 def test_a_wait_that_ends_late_is_evidence_unless_others_had_answers(
-    pool: EnginePool,
-    clock: Clock,
-    waited_s: int,
-    is_silent: bool,
-    has_signs: bool,
-    hangs: bool,
+    pool: EnginePool, clock: Clock, waited_s: int, is_silent: bool, has_signs: bool, hangs: bool
 ) -> None:
     a, *_ = pool
     wait = waiting(a, clock)
@@ -176,12 +161,17 @@ def test_a_wait_that_ends_late_is_evidence_unless_others_had_answers(
     assert not a.health.waits
 
 
-def test_an_engine_that_is_used_again_is_tried_though_nobody_polled_it(pool: EnginePool) -> None:
-    a, *_ = pool
+def test_engines_that_stay_or_return_keep_their_state_and_are_tried(pool: EnginePool) -> None:
+    """Nobody polls those that are gone, which finish their requests."""
+    a, b, c = pool
     hang(a)
-    with lease(pool, a):
-        pool.update("bc")
-        assert a.state == "draining"
+    b.health.note_lost_connection()
+    with lease(pool, a, 100):
+        pool.update("bd")
+        assert (a.state, b.state, pool.leaving) == ("draining", "down", [a])
+        assert pool.choose() is [*pool][1]
         pool.update("ab")
-        assert [*pool][0] is a
-        assert not a.health.is_hung
+        assert [*pool] == [a, b]
+        assert (a.health.is_hung, a.tokens, pool.leaving) == (False, 100, [])
+    assert a.tokens == 0
+    assert c.is_leaving

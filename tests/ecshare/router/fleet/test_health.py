@@ -18,10 +18,12 @@ from ecshare.router.types import Stage
 from tests.ecshare.router.fake_engine import (
     EVENTS,
     PNG,
+    Answer,
     FakeEngine,
     Fleet,
     Hanging,
     Held,
+    asked,
     chat,
     decoded,
     failing,
@@ -32,17 +34,18 @@ from tests.ecshare.router.fake_engine import (
 )
 from tests.waiting import LoopClock, until
 
+pytestmark = pytest.mark.usefixtures("polls_often")
+
 SOON_S = 10.0
 TICK_S = 0.02
 LONG_S = 60.0
 
-Asked = asyncio.Task[tuple[aiohttp.ClientResponse, bytes]]
-
 
 @pytest.fixture(autouse=True)
-def _every_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silent engines are asked for their health without much waiting."""
-    monkeypatch.setattr(watch, "POLL_EVERY_S", TICK_S)
+def _nothing_is_lost(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """No task dies of an error that nobody sees."""
+    yield
+    assert "never retrieved" not in caplog.text
 
 
 @asynccontextmanager
@@ -59,17 +62,28 @@ async def one_hangs(*, healthy: bool, **options: Any) -> AsyncIterator[tuple[Fle
         yield f, bad
 
 
+async def served(f: Fleet, number: int, **fields: Any) -> None:
+    """Send requests one after the other. All are served."""
+    for _ in range(number):
+        response, body = await f.post(chat(**fields))
+        assert response.status == 200
+        assert body == (b"".join(EVENTS) if fields.get("stream") else b'{"choices":  []}')
+
+
+def count_probes(engine: FakeEngine) -> Counter[str]:
+    """Count from now on how often an engine is asked for its health."""
+    probes: Counter[str] = Counter()
+    engine.on_health = lambda: probes.update(["asked"])
+    return probes
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_requests_move_from_an_engine_that_answers_nothing_at_all(stream: bool) -> None:
     async with one_hangs(healthy=False) as (f, bad):
-        asked = [asyncio.create_task(f.post(chat(stream=stream))) for _ in range(6)]
-        for response, body in await asyncio.wait_for(asyncio.gather(*asked), SOON_S):
-            assert response.status == 200
-            assert body == (b"".join(EVENTS) if stream else b'{"choices":  []}')
+        await asyncio.gather(*(served(f, 1, stream=stream) for _ in range(6)))
         num_lost = len(bad.bodies)
         assert num_lost >= 1
-        for _ in range(4):
-            assert (await f.post(chat(stream=stream)))[0].status == 200
+        await served(f, 4, stream=stream)
         assert len(bad.bodies) == num_lost, "left out"
         assert {each["in_flight"] for each in (await f.health())[1]["stages"]["decode"]} == {0}
 
@@ -86,13 +100,11 @@ async def test_a_stream_moves_from_a_healthy_engine_after_the_time_out(
     clock = LoopClock(monkeypatch)
     async with one_hangs(healthy=True, first_byte_timeout_s=LONG_S) as (f, bad):
         bad.answer = Hanging(start=start)
-        asked = asyncio.create_task(f.post(chat(stream=True)))
+        answer = asyncio.create_task(served(f, 1, stream=True))
         await until(lambda: bool(bad.bodies))
         clock.forward(LONG_S)
-        assert (await asyncio.wait_for(asked, SOON_S))[1] == b"".join(EVENTS)
-        for _ in range(2):
-            response, body = await asyncio.wait_for(f.post(chat(stream=True)), SOON_S)
-            assert (response.status, body) == (200, b"".join(EVENTS))
+        await answer
+        await served(f, 2, stream=True)
         assert len(bad.bodies) == 1
         report = (await f.health())[1]["stages"]["decode"]
         assert [each["healthy"] for each in report if each["url"] == bad.url] == [False]
@@ -102,24 +114,16 @@ async def test_a_whole_answer_may_take_its_time_at_a_healthy_engine() -> None:
     async with one_hangs(healthy=True, first_byte_timeout_s=0.05) as (f, slow):
         slow.answer = held = Held(decoded)
         probes = count_probes(slow)
-        asked = asyncio.create_task(f.post(chat()))
+        answer = asyncio.create_task(served(f, 1))
         await until(lambda: probes["asked"] >= 10)
         held.let_go.set()
-        assert (await asked)[0].status == 200
-        assert [len(engine.bodies) for engine in f.decoders] == [1, 0]
-
-
-def count_probes(engine: FakeEngine) -> Counter[str]:
-    """Count from now on how often an engine is asked for its health."""
-    probes: Counter[str] = Counter()
-    engine.on_health = lambda: probes.update(["asked"])
-    return probes
+        await answer
+        assert asked(f.decoders) == [0, 1]
 
 
 async def test_a_stream_that_has_begun_is_not_cut_short() -> None:
     async with one_hangs(healthy=True, first_byte_timeout_s=0.05) as (f, slow):
         let_go = asyncio.Event()
-
         slow.answer, slow.healthy = streaming_until(let_go), False
         probes = count_probes(slow)
         async with f.client.post(f.url + CHAT, data=json.dumps(chat(stream=True))) as response:
@@ -145,13 +149,13 @@ async def test_one_that_answers_others_is_slow_and_does_not_hang(
             return await (Hanging() if body.get("seed") else decoded)(http, body)
 
         busy.answer = some
-        asked = asyncio.create_task(f.post(chat(stream=True, seed=1)))
+        answer = asyncio.create_task(served(f, 1, stream=True, seed=1))
         await until(lambda: bool(busy.bodies))
         with f.busy(f.decoders[1]):
-            while not asked.done():
+            while not answer.done():
                 clock.forward(1)  # less than a request, or the question for its health, may take
                 await f.post(chat(stream=True))
-        assert (await asked)[1] == b"".join(EVENTS)
+        await answer
         assert len(busy.bodies) > 3
         assert "left out" not in caplog.text
         assert all(each["healthy"] for each in (await f.health())[1]["stages"]["decode"])
@@ -164,11 +168,11 @@ async def test_a_single_engine_is_waited_for(healthy: bool, num_p: int) -> None:
     async with fleet(0, num_p, first_byte_timeout_s=0.05) as f:
         f.d.answer, f.d.healthy = held, _ = Held(decoded), healthy
         probes = count_probes(f.d)
-        asked = asyncio.create_task(f.post(chat(stream=True)))
+        answer = asyncio.create_task(served(f, 1, stream=True))
         await until(lambda: probes["asked"] >= 10)
         assert len(f.d.bodies) == 1
         held.let_go.set()
-        assert (await asyncio.wait_for(asked, SOON_S))[1] == b"".join(EVENTS)
+        await answer
         f.d.healthy = True
         assert (await f.health())[0] == 200, "alive again with the first byte"
 
@@ -189,30 +193,28 @@ async def test_an_answer_counts_for_more_than_a_late_health() -> None:
         slow.answer = held = Held(decoded)
         slow.health_answers = asyncio.Event()
         probes = count_probes(slow)
-        asked = asyncio.create_task(f.post(chat()))
+        answer = asyncio.create_task(f.post(chat()))
         await until(lambda: probes["asked"] == 1)
         held.let_go.set()
-        await asked
+        await answer
         slow.health_answers.set()
         await until(lambda: not f.is_watched(slow))
         assert not f.is_left_out(slow)
 
 
-async def give_up(
-    f: Fleet, engine: FakeEngine, probes: Counter[str] | None = None, **fields: Any
-) -> None:
-    """Ask `engine`, and leave as soon as it has been asked.
+async def give_up(f: Fleet, engine: FakeEngine, num_probes: int = 0, **fields: Any) -> Counter[str]:
+    """Ask `engine`, and leave once it has been asked for its health so often, or is left out.
 
-    With `probes`, leave when it has been asked for its health twice meanwhile, or is left out.
+    Returns how often it has been asked since.
     """
     engine.answer = hanging = Hanging()
-    asked = asyncio.create_task(f.post(chat(**fields)))
+    answer = asyncio.create_task(f.post(chat(**fields)))
     await asyncio.wait_for(hanging.asked.wait(), SOON_S)
-    if probes is not None:
-        enough = probes["asked"] + 2
-        await until(lambda: probes["asked"] >= enough or f.is_left_out(engine))
-    asked.cancel()
+    probes = count_probes(engine)
+    await until(lambda: probes["asked"] >= num_probes or f.is_left_out(engine))
+    answer.cancel()
     await asyncio.wait_for(hanging.left.wait(), SOON_S)
+    return probes
 
 
 async def test_impatient_clients_do_not_hide_a_gpu_that_hangs() -> None:
@@ -221,27 +223,23 @@ async def test_impatient_clients_do_not_hide_a_gpu_that_hangs() -> None:
     Were their waits not added up, this would not end.
     """
     async with one_hangs(healthy=True, first_byte_timeout_s=20 * TICK_S) as (f, bad):
-        probes = count_probes(bad)
         with f.busy(f.decoders[1]):
             async with asyncio.timeout(LONG_S):
                 while not f.is_left_out(bad):
-                    await give_up(f, bad, probes, stream=True)
+                    await give_up(f, bad, num_probes=2, stream=True)
         num_lost = len(bad.bodies)
-        for _ in range(4):
-            await f.post(chat(stream=True))
+        await served(f, 4, stream=True)
         assert len(bad.bodies) == num_lost
 
 
 async def test_a_healthy_engine_that_clients_leave_is_not_left_out() -> None:
     async with one_hangs(healthy=True) as (f, well):
-        probes = count_probes(well)
-        await give_up(f, well)
+        probes = await give_up(f, well)
         await until(lambda: probes["asked"] >= 1)
         await until(lambda: not f.is_watched(well))
         well.answer = decoded
         well.bodies.clear()
-        for _ in range(4):
-            await f.post(chat())
+        await served(f, 4)
         assert len(well.bodies) == 2
 
 
@@ -253,20 +251,27 @@ async def test_one_that_hangs_is_no_second_choice() -> None:
         assert len(bad.bodies) == 1
 
 
-async def test_it_comes_back_when_its_health_answers_and_not_before() -> None:
+@pytest.mark.parametrize(
+    ("answer", "num_more"),
+    [(decoded, 2), (failing(503), 1)],
+    ids=["it serves again", "a proxy answers for it, which is no sign of life"],
+)
+async def test_it_is_tried_when_its_health_answers_again(answer: Answer, num_more: int) -> None:
     async with one_hangs(healthy=False, cool_down_s=5.0) as (f, bad):
-        await f.post(chat())
+        await served(f, 1)
         probes = count_probes(bad)
         f.clock.now_s += 1000  # a cool-down alone brings it no request
         await until(lambda: probes["asked"] >= 3)
-        for _ in range(4):
-            await f.post(chat())
+        await served(f, 4)
         assert len(bad.bodies) == 1
-        bad.healthy, bad.answer = True, decoded
+        bad.healthy, bad.answer = True, answer
         await until(lambda: not f.is_left_out(bad))
-        for _ in range(4):
-            await f.post(chat())
-        assert len(bad.bodies) == 3
+        await served(f, 4)
+        assert len(bad.bodies) == 1 + num_more
+        f.clock.now_s += 5
+        (engine,) = (each for each in f.router.pools[Stage.DECODE] if each.url == bad.url)
+        is_on_probation = not engine.health.takes_one_more(in_flight=1)
+        assert is_on_probation == (answer is not decoded)
 
 
 @pytest.mark.parametrize("healthy", [False, True])
@@ -289,29 +294,13 @@ async def test_one_that_breaks_off_rests_and_does_not_hang(
     monkeypatch.setattr(watch, "POLL_EVERY_S", 1.0)  # not while it has the request
     async with one_hangs(healthy=False) as (f, gone):
         gone.answer = hang_up
-        for _ in range(3):
-            assert (await f.post(chat(stream=stream)))[0].status == 200
+        await served(f, 3, stream=stream)
         assert len(gone.bodies) == 1
         await until(lambda: not f.is_watched(gone))
         assert not f.is_left_out(gone)
 
 
-async def test_that_a_proxy_answers_for_it_is_no_sign_of_life() -> None:
-    async with one_hangs(healthy=False) as (f, bad):
-        await f.post(chat())
-        bad.healthy, bad.answer = True, failing(503)
-        f.clock.now_s += 1000
-        await until(lambda: not f.is_left_out(bad))
-        for _ in range(4):
-            assert (await f.post(chat()))[0].status == 200
-        assert len(bad.bodies) == 2
-        (engine,) = (each for each in f.router.pools[Stage.DECODE] if each.url == bad.url)
-        assert not engine.health.takes_one_more(in_flight=1), "on probation"
-
-
-async def test_a_hung_engine_holds_up_neither_lists_nor_the_first_request(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_hung_engine_holds_up_no_list_nor_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "HEDGE_S", TICK_S)
     monkeypatch.setattr(models, "TIMEOUT_S", LONG_S)  # would be seen
     async with fleet(0, 0, num_d=2) as f:
@@ -326,10 +315,3 @@ async def test_a_hung_engine_holds_up_neither_lists_nor_the_first_request(
             get = f.client.get(f.url + "/v1/models", timeout=aiohttp.ClientTimeout(SOON_S))
             async with get as response:
                 assert (await response.json())["data"] == [{"id": "m"}]
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_lost(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """No task dies of an error that nobody sees."""
-    yield
-    assert "never retrieved" not in caplog.text

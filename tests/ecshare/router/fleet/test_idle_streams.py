@@ -7,6 +7,7 @@ vLLM sends them with `--sse-keep-alive-interval`, whatever its engine does.
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -14,8 +15,6 @@ import pytest
 from aiohttp import web
 
 from ecshare.router.api.chat import CHAT
-from ecshare.router.fleet import watch
-from ecshare.router.types import Stage
 from tests.ecshare.router.fake_engine import (
     EVENTS,
     PNG,
@@ -33,7 +32,7 @@ from tests.ecshare.router.fake_engine import (
 )
 from tests.waiting import until
 
-pytestmark = pytest.mark.usefixtures("short_is_long")
+pytestmark = pytest.mark.usefixtures("short_is_long", "polls_often")
 
 SOON_S = 10.0
 COMMENT = b": keep-alive\n\n"
@@ -60,25 +59,26 @@ async def hang(http: web.Request, stream: Stream) -> None:
         await stream.write(COMMENT)
 
 
+@dataclass
 class Idle:
     """Answers with a comment, and, once somebody lets it go on, ends otherwise."""
 
-    def __init__(self, end: End, start: bytes = COMMENT) -> None:
-        self._end, self._start = end, start
-        self.go_on = asyncio.Event()
+    end: End
+    start: bytes = COMMENT
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def __call__(self, http: web.Request, body: dict[str, Any]) -> Stream:
         response = Stream(headers={"Content-Type": "text/event-stream"})
         await response.prepare(http)
-        await response.write(self._start)
+        await response.write(self.start)
         await self.go_on.wait()
-        await self._end(http, response)
+        await self.end(http, response)
         return response
 
 
-def idle_then(end: End) -> Idle:
+def idle_then(end: End, start: bytes = COMMENT) -> Idle:
     """Answer with a comment, and end otherwise at once."""
-    idle = Idle(end)
+    idle = Idle(end, start)
     idle.go_on.set()
     return idle
 
@@ -105,11 +105,6 @@ async def all_events(http: web.Request, stream: Stream) -> None:
 PATIENCE_S = 1.0
 
 
-@pytest.fixture(autouse=True)
-def _every_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "POLL_EVERY_S", 0.02)
-
-
 @pytest.mark.parametrize("end", [error_event, break_off, hang])
 @pytest.mark.parametrize("otherwise", [decoded, idle_then(all_events)])
 async def test_another_engine_goes_on_with_the_stream(end: End, otherwise: Answer) -> None:
@@ -131,8 +126,7 @@ async def test_comments_are_no_sign_of_life(healthy: bool) -> None:
         f.decoders.sort(key=lambda engine: not f.is_next(engine))
         bad, good = f.decoders
         bad.healthy = healthy
-        begun = Idle(hang, start=EVENTS[0])
-        begun.go_on.set()
+        begun = idle_then(hang, start=EVENTS[0])
         bad.answer = First(begun, idle_then(hang))
         body = json.dumps(chat(stream=True))
         async with f.client.post(f.url + CHAT, data=body) as response:
@@ -146,39 +140,17 @@ async def test_comments_are_no_sign_of_life(healthy: bool) -> None:
 
 
 async def test_a_stream_of_comments_alone_ends_as_the_engine_ends_it() -> None:
-    async def end(http: web.Request, stream: Stream) -> None:
-        await stream.write_eof()
-
     async with fleet(0, 0, num_d=2) as f:
-        idle = Idle(end)
+        idle = Idle(lambda http, stream: stream.write_eof())
         answer_all(f.decoders, idle)
         response, body = await streamed(f, idle.go_on, chat(stream=True))
         assert (response.status, body, asked(f.decoders)) == (200, COMMENT, [0, 1])
 
 
-async def test_comments_do_not_show_that_an_engine_serves_again() -> None:
-    async with fleet(0, 0) as f:
-        (engine,) = f.router.pools[Stage.DECODE]
-        engine.health.note_failure()
-        f.d.answer = idle = Idle(all_events)
-        body = json.dumps(chat(stream=True))
-        async with f.client.post(f.url + CHAT, data=body) as response:
-            assert await response.content.readexactly(len(COMMENT)) == COMMENT
-            assert engine.state == "failing"
-            idle.go_on.set()
-            assert await response.content.read() == ANSWER
-        assert engine.state == "up"
-
-
 PATHS = {
     CHAT: chat(stream=True),
     "/v1/responses": {"model": "m", "input": "what?", "stream": True},
-    "/v1/messages": {
-        "model": "m",
-        "max_tokens": 5,
-        "messages": [{"role": "user", "content": "what?"}],
-        "stream": True,
-    },
+    "/v1/messages": chat(max_tokens=5, stream=True),
 }
 
 
@@ -198,40 +170,42 @@ def error_in(path: str, body: bytes) -> dict[str, Any]:
     return error
 
 
-@pytest.mark.parametrize("path", PATHS)
+def whole(answer: Answer) -> Answer:
+    """Answer as if the request asked for no stream."""
+    return lambda http, body: answer(http, body | {"stream": False})
+
+
+def unreadable(content: bytes) -> Answer:
+    async def answer(http: web.Request, body: dict[str, Any]) -> Stream:
+        return web.Response(status=418, body=content, content_type="text/html")
+
+    return answer
+
+
 @pytest.mark.parametrize(
-    ("last", "message"),
+    ("path", "last", "message"),
     [
-        (failing(500), "engine says no"),
-        (failing(422), "engine says no"),
-        (failing(429), "engine says no"),
-        (decoded, "The engine did not stream its answer."),
-        (hang_up, "The decode engine failed."),
+        *(
+            (path, failing(status), "engine says no")
+            for path in PATHS
+            for status in (500, 422, 429)
+        ),
+        *((path, whole(decoded), "The engine did not stream its answer.") for path in PATHS),
+        *((path, hang_up, "The decode engine failed.") for path in PATHS),
+        *(
+            (CHAT, unreadable(content), "The engine answered HTTP 418.")
+            for content in (b"<html>", b"[]", b'{"error": "no"}', b'{"detail": {}}', b"")
+        ),
     ],
 )
 async def test_the_last_answer_is_an_error_event(path: str, last: Answer, message: str) -> None:
-    async def whole(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        return await last(http, body | {"stream": False})
-
     async with fleet(0, 0, num_d=2) as f:
         idle = Idle(break_off)
-        answer_all(f.decoders, First(idle, whole))
+        answer_all(f.decoders, First(idle, last))
         response, body = await streamed(f, idle.go_on, PATHS[path], path)
         assert response.status == 200
         assert error_in(path, body)["message"] == message
         assert asked(f.decoders) == [1, 1]
-
-
-@pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"error": "no"}', b'{"detail": {}}', b""])
-async def test_an_error_that_is_no_json_is_an_error_event_too(body: bytes) -> None:
-    async def answer(http: web.Request, asked: dict[str, Any]) -> Stream:
-        return web.Response(status=418, body=body, content_type="text/html")
-
-    async with fleet(0, 0, num_d=2) as f:
-        idle = Idle(break_off)
-        answer_all(f.decoders, First(idle, answer))
-        _, told = await streamed(f, idle.go_on, chat(stream=True))
-        assert error_in(CHAT, told)["message"] == "The engine answered HTTP 418."
 
 
 async def test_the_deadline_is_an_error_event() -> None:
@@ -253,18 +227,12 @@ async def test_what_is_lost_is_encoded_again_behind_a_comment() -> None:
         assert (await f.health())[1]["encodes"]["repeated"] == 1
 
 
-async def known(f: Fleet) -> None:
-    """Have P show that it hands over while it computes."""
-    await f.post(chat())
-    for engine in (f.p, f.d):
-        engine.bodies.clear()
-
-
 @pytest.mark.parametrize("status", [500, 400])
 async def test_d_that_sends_comments_has_not_begun_while_p_computes(status: int) -> None:
     """If P fails then, D gets the whole request, in the client's stream. A refusal is its end."""
     async with fleet(0, prefill="always") as f:
-        await known(f)
+        await f.post(chat())  # P shows that it hands over while it computes
+        f.d.bodies.clear()
         go_on = asyncio.Event()
 
         async def fail(http: web.Request, body: dict[str, Any]) -> Stream:
