@@ -217,6 +217,18 @@ async def test_beside_silent_names_all_others_are_served(
         assert len({name for name in server.asked if name.endswith(SILENT)}) == 8
 
 
+async def test_no_name_leads_to_an_address_that_is_not_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with (
+        routers_ask(monkeypatch, {"a.example": ["127.0.0.1"]}),
+        served(allow_media_networks=()) as (f, url),
+    ):
+        status, error = await f.error(at(url.replace("127.0.0.1", "a.example") + "/a"))
+        assert (status, error["code"]) == (502, "media_unavailable")
+        assert not f.d.bodies
+
+
 class Forward:
     """A proxy on this host, which answers by itself."""
 

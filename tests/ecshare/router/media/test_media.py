@@ -18,6 +18,7 @@ from ecshare.router.media.identity import identity
 from ecshare.router.options.config import RouterConfig
 from tests.ecshare.router import fake_engine
 from tests.ecshare.router.fake_engine import PNG, PNG_2, Fleet, chat, data_url, fleet, picture
+from tests.ecshare.router.held import soon
 from tests.ecshare.router.media.fake_media import media_server
 from tests.ecshare.router.stages.test_encoded import media_of
 from tests.waiting import until
@@ -161,6 +162,15 @@ async def test_what_has_changed_is_another_picture(host: Host) -> None:
     assert len(host.f.e.bodies) == 2
 
 
+async def test_a_validator_goes_with_the_bytes_that_it_stood_for(known: Host) -> None:
+    known.is_unchanged, known.content, known.headers = False, PNG_2, {}
+    await known.ask()
+    known.is_unchanged = True
+    await known.ask()
+    assert known.sent["uuid"] == uuid(PNG_2)
+    assert known.conditions == [None, '"one"', None]
+
+
 @pytest.mark.parametrize(
     "headers",
     [
@@ -204,6 +214,28 @@ async def test_bytes_are_fetched_when_the_embedding_is_gone(known: Host) -> None
     assert known.conditions == [None, '"one"', None]
     url = data_url(PNG, "application/octet-stream")
     assert media_of(f.e.bodies[1])[0]["image_url"] == {"url": url}
+
+
+async def test_what_another_request_brings_back_meanwhile_is_not_encoded_once_more(
+    known: Host,
+) -> None:
+    f = known.f
+
+    async def lost(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        is_lean = media_of(body)[-1]["type"] == "image_embeds"
+        return await (fake_engine.failing(500) if is_lean else fake_engine.decoded)(http, body)
+
+    held, known.let_go = f.d.hold(lost), asyncio.Event()
+    known.let_go.set()
+    asked = asyncio.create_task(known.ask())
+    await soon(held.asked)
+    known.let_go.clear()
+    held.let_go.set()
+    await until(lambda: len(known.asked) == 3)
+    assert await f.way(chat(picture(PNG))) == "decode"
+    known.let_go.set()
+    assert (await asked)[0].headers["x-ecshare-path"] == "decode"
+    assert (len(f.e.bodies), f.count("encodes", "repeated")) == (2, 1)
 
 
 @pytest.mark.parametrize("content", [PNG, PNG_2])

@@ -2,6 +2,7 @@
 """The bound on downloads: nobody uses it up, and those who have a place keep it if they use it."""
 
 import asyncio
+import weakref
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
@@ -79,6 +80,20 @@ def test_a_place_changes_its_owner_and_is_free_in_the_end() -> None:
     assert fill(places, "a") == 4
 
 
+def test_an_owner_without_places_is_forgotten() -> None:
+    """Clients name as many hosts as they like."""
+
+    class Name(str):
+        pass
+
+    places, name = Places(8), Name("a")
+    kept = weakref.ref(name)
+    places.take(name)
+    places.free(name)
+    del name
+    assert kept() is None
+
+
 def test_a_place_that_finds_no_new_one_is_free() -> None:
     places = Places(4)
     with Place(places, never) as place:
@@ -108,8 +123,9 @@ async def test_a_request_has_a_few_turns_at_once_and_one_while_places_are_scarce
     async with AsyncExitStack() as stack:
         asked = await begin(turns, stack, 12)
         assert num_done(asked) == 8
-        for each in asked:
-            each.cancel()
+        await stack.aclose()
+        async with asyncio.timeout(10):
+            await asyncio.gather(*asked)
     fill(places, "a"), fill(places, "b")
     async with AsyncExitStack() as stack:
         asked = await begin(Turns(places), stack, 3)
