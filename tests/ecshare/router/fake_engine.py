@@ -274,9 +274,9 @@ class Fleet:
         async with self.client.post(self.url + path, data=content, headers=headers) as response:
             return response, await response.read()
 
-    def start(self, body: object) -> Asked:
+    def start(self, body: object, path: str = CHAT) -> Asked:
         """Send a request, and wait for no answer."""
-        return asyncio.create_task(self.post(body))
+        return asyncio.create_task(self.post(body, path=path))
 
     async def way(self, body: object, path: str = CHAT) -> str:
         """Send a request that succeeds; returns the stages that worked for the answer."""

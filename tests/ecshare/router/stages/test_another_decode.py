@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from tests.ecshare.router import answers
-from tests.ecshare.router.answers import DECODED, EVENTS, Answer, First, decoded, failing, hang_up
+from tests.ecshare.router.answers import (
+    DECODED,
+    EVENTS,
+    Answer,
+    First,
+    decoded,
+    event,
+    failing,
+    hang_up,
+)
 from tests.ecshare.router.bodies import PNG, chat, picture
 from tests.ecshare.router.fake_engine import FakeEngine, Fleet, answer_all, asked, fleet
 
@@ -68,6 +77,24 @@ async def test_another_is_asked_for_all_the_work(
         assert await f.way(body) == "decode"
         assert asked(f.decoders) == [1, num_failures]
         assert f.router.counts()["fallbacks"] == 1
+
+
+@pytest.mark.parametrize(
+    ("parts", "failure", "path"),
+    [
+        ([], failing(500), "prefill,decode"),
+        ([picture(PNG)], failing(502), "encode,prefill,decode"),
+        ([picture(PNG)], hang_up, "encode,prefill,decode"),
+        *(([picture(PNG)], failing(status), "decode") for status in (500, 503)),
+    ],
+)
+async def test_another_is_asked_behind_prefill_unless_an_embedding_may_be_lost(
+    parts: list[Any], failure: Answer, path: str
+) -> None:
+    async with fleet(num_d=2) as f:
+        answer_all(f.decoders, First(failure, decoded))
+        assert await f.way(chat(*parts)) == path
+        assert asked(f.decoders) == [1, 1]
 
 
 async def test_three_are_asked_at_most_and_each_once() -> None:
@@ -129,10 +156,18 @@ async def test_never_after_the_first_byte(f: Fleet) -> None:
     assert asked(f.decoders) == [0, 1]
 
 
-async def test_a_stream_of_nothing_is_an_answer(f: Fleet) -> None:
-    answer_all(f.decoders, answers.streaming())
+@pytest.mark.parametrize(
+    "events",
+    [
+        (),  # nothing is an answer
+        (EVENTS[0], EVENTS[-1].rstrip()),  # a line without an end
+        (event({"error": {"message": "no", "code": 400}}),),  # a refusal is no failure
+    ],
+)
+async def test_whatever_a_stream_is_it_is_passed_on_whole(f: Fleet, events: list[bytes]) -> None:
+    answer_all(f.decoders, answers.streaming(*events))
     response, body = await f.post(chat(stream=True))
-    assert (response.status, body) == (200, b"")
+    assert (response.status, body) == (200, b"".join(events))
     assert asked(f.decoders) == [0, 1]
 
 

@@ -25,10 +25,12 @@ ONE_EACH: dict[str, Any] = {"max_encodes": 1, "max_prefills": 1}
 
 
 @asynccontextmanager
-async def one_inside(f: Fleet, engine: FakeEngine, **fields: Any) -> AsyncIterator[None]:
+async def one_inside(
+    f: Fleet, engine: FakeEngine, path: str = CHAT, **fields: Any
+) -> AsyncIterator[None]:
     """While the block runs, an engine has a request that it does not answer."""
     usual, held = engine.answer, engine.hold()
-    first = f.start(chat(picture(PNG), **fields))
+    first = f.start(chat(picture(PNG), **fields), path)
     await soon(held.asked)
     engine.answer = usual
     yield
@@ -87,8 +89,11 @@ async def test_a_request_that_decode_has_no_room_for_fetches_nothing(path: str) 
         assert fetched
 
 
-async def test_a_request_that_waits_in_prefill_counts_for_decode() -> None:
-    async with fleet(max_decodes=1) as f, one_inside(f, f.p):
+@pytest.mark.parametrize(("stage", "path"), [("p", CHAT), ("d", "/v1/embeddings")])
+async def test_what_waits_in_prefill_or_is_passed_on_counts_for_decode(
+    stage: str, path: str
+) -> None:
+    async with fleet(max_decodes=1) as f, one_inside(f, getattr(f, stage), path):
         assert (await f.post(another()))[0].status == 429
 
 

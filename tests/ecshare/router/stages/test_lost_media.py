@@ -8,7 +8,16 @@ from aiohttp import web
 
 from ecshare.router.api.client_request import EC_PARAMS
 from tests.ecshare.router import answers
-from tests.ecshare.router.answers import DECODED, EVENTS, Answer, decoded, event, failing, prefilled
+from tests.ecshare.router.answers import (
+    DECODED,
+    EVENTS,
+    Answer,
+    decoded,
+    encoded,
+    event,
+    failing,
+    prefilled,
+)
 from tests.ecshare.router.api.test_answer import ERROR, ROLE
 from tests.ecshare.router.bodies import PNG, PNG_2, chat, media_of, picture
 from tests.ecshare.router.fake_engine import Fleet, fleet
@@ -83,15 +92,18 @@ async def test_nobody_waits_for_what_was_stored_long_ago() -> None:
         assert len(f.e.bodies) == num_asked + 1, "the store may have lost it by now"
 
 
-async def test_a_report_stays_as_old_as_it_is_if_e_fails_to_repeat_it() -> None:
+@pytest.mark.parametrize(
+    ("of_e", "told"), [(failing(500), {"ecshare": {"names_all": True}}), (encoded, None)]
+)
+async def test_a_report_stays_as_old_as_it_is_unless_e_repeats_it(of_e: Answer, told: Any) -> None:
     async with fleet(hand_over="after", prefill="always") as f:
         await f.post(SEEN)
         f.clock.now_s += 60
-        f.p.answer, f.e.answer = failing(500), failing(500)
+        f.p.answer, f.e.answer = failing(500), of_e
         await f.post(SEEN)
         f.p.answer = prefilled
-        await f.post(SEEN)
-        assert f.p.bodies[-1][EC_PARAMS] == {"ecshare": {"names_all": True}}
+        assert await f.way(SEEN) == "prefill,decode"
+        assert f.p.bodies[-1].get(EC_PARAMS) == told
 
 
 async def test_all_that_the_request_brings_goes_to_e_again(f: Fleet) -> None:

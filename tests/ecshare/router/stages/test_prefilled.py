@@ -64,7 +64,7 @@ async def test_what_is_stored_goes_straight_to_decode(
     f: Fleet, parts: list[Any], stream: bool
 ) -> None:
     assert await ask(f, chat(*parts))
-    assert not await ask(f, chat(*parts, temperature=1, max_tokens=7, stream=stream, n=2))
+    assert not await ask(f, chat(*parts, temperature=1, max_tokens=7, stream=stream, n=2, user="u"))
     assert f.d.bodies[1]["kv_transfer_params"] == HAND_OVER
     assert f.d.bodies[1]["messages"] == f.d.bodies[0]["messages"]
     status = f.router.counts()["prefills"]
