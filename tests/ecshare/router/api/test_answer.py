@@ -247,8 +247,9 @@ def test_messages_have_no_such_fields(body: bytes, shown: bytes) -> None:
         b'{"message":"cached_tokens"}', b'{"a":' * 2000 + b'"cached_tokens"' + b"}" * 2000,
     ],
 )  # fmt: skip
-def test_all_else_is_shown_as_it_is(body: bytes) -> None:
-    view = ClientView(Dialect.OPENAI, PrefillUsage(was_asked=True, told=chat_usage(1)))
+@pytest.mark.parametrize("dialect", [Dialect.OPENAI, Dialect.ANTHROPIC])
+def test_all_else_is_shown_as_it_is(body: bytes, dialect: Dialect) -> None:
+    view = ClientView(dialect, PrefillUsage(was_asked=True, told=chat_usage(1)))
     assert view.whole(body) == body
     assert view.chunk(b"data: " + body + b"\n\n") == b"data: " + body + b"\n\n"
 

@@ -93,6 +93,7 @@ def test_malformed_requests_are_refused_by_field(body: bytes, param: str | None)
         {"type": "image_url", "image_url": {}},
         {"type": "image_url", "image_url": {"url": 5}},
         {"type": "image_url", "image_url": {"url": ""}},
+        {"image_url": None},  # vLLM would take it for an item without data
         # A uuid alone would fetch what somebody else sent.
         {"type": "image_url", "image_url": None, "uuid": "theirs"},
         # Where type and content disagree, vLLM follows the content as soon as there is a uuid.

@@ -23,6 +23,7 @@ UUID = uuid_of(PNG)
 ALL = "encode,prefill,decode"
 HAND_OVER = {"kvshare": {"num_tokens": 7}}
 SCREENSHOT = {"type": "computer_screenshot", "image_url": data_url(PNG)}
+VIDEO = {"type": "video_url", "video_url": data_url(PNG, "video/mp4")}
 BASE64 = base64.b64encode(PNG).decode()
 
 
@@ -96,6 +97,7 @@ async def test_a_completion_of_one_prompt_is_handed_over(after: Fleet, prompt: A
     assert after.d.bodies[0]["prompt"] == after.p.bodies[0]["prompt"] == prompt
 
 
+@pytest.mark.usefixtures("short_is_long")
 @pytest.mark.parametrize(
     "body",
     [completion(["one", "two"]), completion([[1], [2, 3]]), completion("", prompt_embeds="A")],
@@ -430,7 +432,8 @@ async def test_a_clients_name_is_replaced(f: Fleet) -> None:
     [
         (RESPONSES, response(input_image("")), "input[0].content[1]"),
         (RESPONSES, {"input": input_image("")}, "input"),
-        (RESPONSES, response({"type": "video_url", "video_url": "data:,"}), "input[0].content[1]"),
+        (RESPONSES, response(input_image(""), input_image("")), "input[0].content[1]"),  # the first
+        (RESPONSES, response(VIDEO), "input[0].content[1]"),
         (RESPONSES, {"input": [{"output": SCREENSHOT}]}, "input[0].output"),
         (RESPONSES, response(previous_response_id="x"), "previous_response_id"),
         (RESPONSES, response(background=True), "background"),
