@@ -9,8 +9,12 @@ from typing import Any
 import msgspec
 import pybase64
 import pytest
+from aiohttp.test_utils import make_mocked_request
 
-from ecshare.router.http.bodies import Blobs, Payload
+from ecshare.router.api.chat import CHAT
+from ecshare.router.api.errors import Dialect
+from ecshare.router.http.bodies import Blobs, MemoryBudget, Payload, Reservation
+from ecshare.router.http.context import RequestContext
 from ecshare.router.media.identity import identity
 from tests.ecshare.router.fake_engine import chat, data_url, fleet, picture
 
@@ -84,6 +88,15 @@ def test_names_are_secret_and_texts_go_when_they_are_let_go_of() -> None:
     blobs.add(held)
     blobs.clear()
     held.append(0)  # raises BufferError while anything refers to its bytes
+
+
+def test_texts_go_with_their_request_however_slowly_its_answer_is_read() -> None:
+    http, memory = make_mocked_request("POST", CHAT), Reservation(MemoryBudget(1))
+    context = RequestContext(http, "an id", Dialect.OPENAI, CHAT, memory)
+    held = bytearray(b"QUJD")
+    context.blobs.add(held)
+    context.release()
+    held.append(0)
 
 
 @pytest.mark.parametrize("seed", range(200))

@@ -245,6 +245,7 @@ async def test_any_origin_may_be_allowed() -> None:
     async with fleet(0, 0, allow_origins=("*",)) as f:
         response, body = await f.post(chat(stream=True), {"Origin": PAGE})
         assert (response.headers[ALLOWED], body) == ("*", b"".join(EVENTS))
+        assert "Vary" not in response.headers, "a cache may keep one answer for all"
         assert (await preflight(f)).headers[ALLOWED] == "*"
         assert ALLOWED not in (await f.post(chat()))[0].headers
 

@@ -162,6 +162,16 @@ async def test_a_body_that_says_it_is_too_much_is_not_read() -> None:
         assert (await reader.readline()).startswith(b"HTTP/1.1 429 ")
 
 
+@pytest.mark.parametrize(("num_more", "status"), [(0, 200), (1, 413)])
+async def test_a_body_that_does_not_say_its_length_is_bounded(num_more: int, status: int) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for piece in (BODY, b" " * num_more):
+            yield piece
+
+    async with fleet(0, 0, max_body_bytes=len(BODY)) as f:
+        assert (await f.post(pieces()))[0].status == status
+
+
 async def test_downloads_count_and_are_refused_by_their_length() -> None:
     async def serve(http: web.Request) -> web.StreamResponse:
         kind, size = http.match_info["name"].split("-")
