@@ -43,7 +43,7 @@ async def test_a_stream_runs_on_while_it_stops(signals: int) -> None:
     """To its end after one signal, to an error event after two."""
     async with (
         FakeEngine(streaming_until(let_go := asyncio.Event())).serving() as engine,
-        started(f"--decoder={engine.url}") as f,
+        started(f"--decoder={engine.url}", "--drain-s=600") as f,
         aiohttp.ClientSession() as client,
     ):
         await f.logged("listening")

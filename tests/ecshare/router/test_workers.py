@@ -80,7 +80,7 @@ class Workers(RouterProcess):
 async def workers(folder: Path, *arguments: str) -> AsyncIterator[Workers]:
     (folder / "key").write_text(KEY)
     async with started(
-        *("--workers=2", f"--status-key=file:{folder / 'key'}", *arguments),
+        *("--workers=2", "--drain-s=600", f"--status-key=file:{folder / 'key'}", *arguments),
         env={**os.environ, "TMPDIR": str(folder)},
         start_new_session=True,
     ) as router:
@@ -163,6 +163,7 @@ async def test_a_stream_runs_on_while_it_stops(d: FakeEngine, f: Workers, signal
     """To its end, also where each process gets the signal, and to an error after a second one."""
     d.answer = streaming_until(let_go := asyncio.Event())
     async with (
+        asyncio.timeout(GIVE_UP_S),
         aiohttp.ClientSession() as client,
         client.post(f.url + CHAT, json=chat(stream=True)) as response,
     ):

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dashboard: what it shows, and what a browser makes of it."""
 
+import gc
 import json
 import re
 from typing import Any
 
 import pytest
 
+from ecshare.router.http.context import EngineCall
 from tests.ecshare.router import fake_engine
 from tests.ecshare.router.fake_engine import PNG, STATUS_KEY, Fleet, chat, fleet, picture
 from tests.ecshare.router.telemetry.asking import get, on_its_way, told
@@ -58,13 +60,22 @@ async def test_calls_that_failed_are_part_of_the_request() -> None:
 
 
 async def test_the_number_of_requests_and_of_calls_is_bounded() -> None:
+    def num_kept() -> int:
+        gc.collect()
+        return sum(type(each) is EngineCall for each in gc.get_objects())
+
+    num_before = num_kept()
     async with fleet(max_items=200) as f:
         await f.post(chat(*(picture(b"%d" % number) for number in range(150))))
         (request,) = (await told(f, DATA))["requests"]
         assert len(request["calls"]) == 100
-        for _ in range(110):
-            await f.post({"messages": 1})
-        assert len((await told(f, DATA))["requests"]) == 100
+        f.d.answer = hanging = fake_engine.Hanging()
+        async with on_its_way(f, hanging, chat()):
+            for _ in range(110):
+                await f.post({"messages": 1})
+            shown = (await told(f, DATA))["requests"]
+            assert [each["status"] for each in shown] == ["4xx"] * 100, "the latest"
+            assert num_kept() <= num_before + 2, "those of the request on its way"
 
 
 # --- in a browser ---
