@@ -9,7 +9,8 @@ import pytest
 from aiohttp import web
 
 from tests.docs.pages import ROOT
-from tests.ecshare.router.fake_engine import FakeEngine, prefilled
+from tests.ecshare.router.answers import prefilled
+from tests.ecshare.router.fake_engine import FakeEngine
 
 SAID = "There was an old stone house."
 

@@ -19,15 +19,10 @@ from ecshare.router.api.chat import CHAT
 from ecshare.router.options.config import RouterConfig
 from lab.servers.processes import LOOPBACK, Port
 from tests.docs.pages import ROOT
-from tests.ecshare.router.fake_engine import (
-    EVENTS,
-    Fleet,
-    Hanging,
-    chat,
-    fleet,
-    picture,
-    streaming_until,
-)
+from tests.ecshare.router.answers import EVENTS
+from tests.ecshare.router.bodies import chat, picture
+from tests.ecshare.router.fake_engine import Fleet, fleet
+from tests.ecshare.router.held import Hanging, streaming_until
 from tests.waiting import until
 
 CONFIG = (ROOT / "examples" / "proxy" / "nginx.conf").read_text()

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecshare.router.api.chat import CHAT
-from tests.ecshare.router.fake_engine import EVENTS, Fleet, fleet
+from tests.ecshare.router.answers import EVENTS
+from tests.ecshare.router.fake_engine import Fleet, fleet
 from tests.fuzz.description import description
 from tests.fuzz.openapi import SCHEMAS, check_answer, fitting, schema_of, validator
 from tests.fuzz.running import fuzzed

@@ -14,7 +14,9 @@ from aiohttp import web
 
 from ecshare.router.api.chat import CHAT
 from ecshare.router.logs import OneLineFormatter
-from tests.ecshare.router.fake_engine import FakeEngine, Fleet, chat, decoded, fleet
+from tests.ecshare.router.answers import decoded
+from tests.ecshare.router.bodies import chat
+from tests.ecshare.router.fake_engine import FakeEngine, Fleet, fleet
 from tests.fuzz.running import cases, dice
 from tests.fuzz.values import ODD_NUMBERS, ODD_TEXT, Path, paths, written
 

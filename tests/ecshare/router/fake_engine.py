@@ -22,26 +22,8 @@ from ecshare.router.fleet.health import Health
 from ecshare.router.options.config import RouterConfig
 from ecshare.router.options.values import Secret
 from ecshare.router.types import Stage
-from tests.ecshare.router.answers import (
-    EVENTS,
-    HASHED,
-    Answer,
-    First,
-    break_in_the_stream,
-    decoded,
-    encoded,
-    failing,
-    hang_up,
-    prefilled,
-)
-from tests.ecshare.router.bodies import HEAD, PNG, PNG_2, chat, data_url, picture
-from tests.ecshare.router.held import Hanging, Held, streaming_until
-
-__all__ = ["EVENTS", "HASHED", "HEAD", "PNG", "PNG_2", "Answer", "First", "Hanging", "Held", "chat"]
-__all__ += ["break_in_the_stream", "data_url", "decoded", "encoded", "failing", "hang_up"]
-__all__ += ["picture", "prefilled", "streaming_until"]
-__all__ += ["LOOPBACK", "STATUS_KEY", "Clock", "FakeEngine", "Fleet", "answer_all", "asked"]
-__all__ += ["fleet", "lease", "listening", "listening_on"]
+from tests.ecshare.router.answers import Answer, decoded, encoded, prefilled
+from tests.ecshare.router.held import Held
 
 STATUS_KEY = "a key to all that /health tells"
 KEY = {"Authorization": f"Bearer {STATUS_KEY}"}

@@ -9,7 +9,8 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from tests.ecshare.router.fake_engine import Answer, FakeEngine, listening
+from tests.ecshare.router.answers import Answer
+from tests.ecshare.router.fake_engine import FakeEngine, listening
 
 T = TypeVar("T")
 

@@ -21,7 +21,8 @@ from ecshare.store.format import PROLOGUE_BYTES
 from ecshare.store.keys import Kind, manifest_key, namespace_digest, object_key
 from lab.servers import stand_in_server
 from lab.servers.processes import Port
-from tests.ecshare.router.fake_engine import data_url, failing, hang_up, prefilled
+from tests.ecshare.router.answers import failing, hang_up, prefilled
+from tests.ecshare.router.bodies import data_url
 from tests.ecshare.warm.servers import engine, files
 from tests.waiting import wait_until
 

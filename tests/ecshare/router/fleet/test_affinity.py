@@ -11,19 +11,10 @@ import pytest
 
 from ecshare.router.fleet.engines import Engine, EnginePool
 from ecshare.router.types import Stage, Work
-from tests.ecshare.router.fake_engine import (
-    PNG,
-    PNG_2,
-    Clock,
-    Held,
-    answer_all,
-    asked,
-    chat,
-    encoded,
-    fleet,
-    lease,
-    picture,
-)
+from tests.ecshare.router.answers import encoded
+from tests.ecshare.router.bodies import PNG, PNG_2, chat, picture
+from tests.ecshare.router.fake_engine import Clock, answer_all, asked, fleet, lease
+from tests.ecshare.router.held import Held
 from tests.waiting import until
 
 SOON_S = 10.0

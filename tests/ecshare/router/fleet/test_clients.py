@@ -13,16 +13,8 @@ from ecshare.router.api.errors import EngineError, RefusalError
 from ecshare.router.fleet import models
 from ecshare.router.fleet.models import KnownClients
 from ecshare.router.types import Stage
-from tests.ecshare.router.fake_engine import (
-    LOOPBACK,
-    PNG,
-    Clock,
-    Fleet,
-    chat,
-    fleet,
-    listening,
-    picture,
-)
+from tests.ecshare.router.bodies import PNG, chat, picture
+from tests.ecshare.router.fake_engine import LOOPBACK, Clock, Fleet, fleet, listening
 from tests.waiting import until
 
 GOOD = {"Authorization": "Bearer right"}

@@ -16,21 +16,10 @@ from ecshare.router.api.chat import CHAT
 from ecshare.router.fleet import discovery as fleet_module
 from ecshare.router.options.engines import read_engines
 from ecshare.router.types import Stage
-from tests.ecshare.router.fake_engine import (
-    EVENTS,
-    PNG,
-    FakeEngine,
-    Fleet,
-    Hanging,
-    Held,
-    chat,
-    decoded,
-    encoded,
-    fleet,
-    picture,
-    prefilled,
-    streaming_until,
-)
+from tests.ecshare.router.answers import EVENTS, decoded, encoded, prefilled
+from tests.ecshare.router.bodies import PNG, chat, picture
+from tests.ecshare.router.fake_engine import FakeEngine, Fleet, fleet
+from tests.ecshare.router.held import Hanging, Held, streaming_until
 from tests.waiting import until
 
 SOON_S = 10.0

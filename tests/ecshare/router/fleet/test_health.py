@@ -15,23 +15,10 @@ from aiohttp import web
 from ecshare.router.api.chat import CHAT
 from ecshare.router.fleet import models, watch
 from ecshare.router.types import Stage
-from tests.ecshare.router.fake_engine import (
-    EVENTS,
-    PNG,
-    Answer,
-    FakeEngine,
-    Fleet,
-    Hanging,
-    Held,
-    asked,
-    chat,
-    decoded,
-    failing,
-    fleet,
-    hang_up,
-    picture,
-    streaming_until,
-)
+from tests.ecshare.router.answers import EVENTS, Answer, decoded, failing, hang_up
+from tests.ecshare.router.bodies import PNG, chat, picture
+from tests.ecshare.router.fake_engine import FakeEngine, Fleet, asked, fleet
+from tests.ecshare.router.held import Hanging, Held, streaming_until
 from tests.waiting import LoopClock, until
 
 pytestmark = pytest.mark.usefixtures("polls_often")

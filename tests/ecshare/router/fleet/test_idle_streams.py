@@ -15,21 +15,9 @@ import pytest
 from aiohttp import web
 
 from ecshare.router.api.chat import CHAT
-from tests.ecshare.router.fake_engine import (
-    EVENTS,
-    PNG,
-    Answer,
-    First,
-    Fleet,
-    answer_all,
-    asked,
-    chat,
-    decoded,
-    failing,
-    fleet,
-    hang_up,
-    picture,
-)
+from tests.ecshare.router.answers import EVENTS, Answer, First, decoded, failing, hang_up
+from tests.ecshare.router.bodies import PNG, chat, picture
+from tests.ecshare.router.fake_engine import Fleet, answer_all, asked, fleet
 from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("short_is_long", "polls_often")

@@ -11,25 +11,19 @@ from aiohttp import web
 
 from ecshare.router.fleet.retries import RetryBudget
 from ecshare.router.types import Stage
-from tests.ecshare.router.fake_engine import (
+from tests.ecshare.router.answers import (
     EVENTS,
-    PNG,
-    PNG_2,
     Answer,
-    Clock,
     First,
-    Hanging,
-    answer_all,
-    asked,
-    chat,
     decoded,
     encoded,
     failing,
-    fleet,
     hang_up,
-    picture,
     prefilled,
 )
+from tests.ecshare.router.bodies import PNG, PNG_2, chat, picture
+from tests.ecshare.router.fake_engine import Clock, answer_all, asked, fleet
+from tests.ecshare.router.held import Hanging
 from tests.waiting import LoopClock
 
 SOON_S = 10.0

@@ -12,18 +12,10 @@ from aiohttp import web
 
 from ecshare.router.fleet import models
 from ecshare.router.types import Stage
-from tests.ecshare.router.fake_engine import (
-    PNG,
-    FakeEngine,
-    Fleet,
-    Held,
-    answer_all,
-    chat,
-    encoded,
-    failing,
-    fleet,
-    picture,
-)
+from tests.ecshare.router.answers import encoded, failing
+from tests.ecshare.router.bodies import PNG, chat, picture
+from tests.ecshare.router.fake_engine import FakeEngine, Fleet, answer_all, fleet
+from tests.ecshare.router.held import Held
 from tests.waiting import until
 
 GOOD = {"Authorization": "Bearer right"}

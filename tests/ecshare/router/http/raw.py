@@ -6,7 +6,8 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-from tests.ecshare.router.fake_engine import HEAD, Fleet, chat
+from tests.ecshare.router.bodies import HEAD, chat
+from tests.ecshare.router.fake_engine import Fleet
 
 BODY = json.dumps(chat()).encode()
 CLOSE = b"Connection: close"

@@ -16,7 +16,8 @@ from ecshare.router.api.errors import Dialect
 from ecshare.router.http.bodies import Blobs, MemoryBudget, Payload, Reservation
 from ecshare.router.http.context import RequestContext
 from ecshare.router.media.identity import identity
-from tests.ecshare.router.fake_engine import chat, data_url, fleet, picture
+from tests.ecshare.router.bodies import chat, data_url, picture
+from tests.ecshare.router.fake_engine import fleet
 
 KIB = 1024
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/="

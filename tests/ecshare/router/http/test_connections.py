@@ -15,7 +15,9 @@ from aiohttp import web
 
 from ecshare.router.api.chat import CHAT
 from ecshare.router.http.connections import fitting_connections
-from tests.ecshare.router.fake_engine import HEAD, FakeEngine, Fleet, chat, decoded, fleet
+from tests.ecshare.router.answers import decoded
+from tests.ecshare.router.bodies import HEAD, chat
+from tests.ecshare.router.fake_engine import FakeEngine, Fleet, fleet
 from tests.ecshare.router.http.raw import BODY, Connection, answer, connected, get, post
 from tests.ecshare.router.router_process import router_process
 

@@ -13,7 +13,9 @@ from aiohttp import web
 
 from ecshare.router.api.chat import CHAT
 from ecshare.router.app import _READERS
-from tests.ecshare.router.fake_engine import EVENTS, HEAD, PNG, Fleet, chat, data_url, fleet
+from tests.ecshare.router.answers import EVENTS
+from tests.ecshare.router.bodies import HEAD, PNG, chat, data_url
+from tests.ecshare.router.fake_engine import Fleet, fleet
 from tests.ecshare.router.http.raw import BODY, CLOSE, connected, get, post, raw
 
 PAGE = "https://chat.example"

@@ -27,7 +27,9 @@ from ecshare.router.http.context import RequestContext
 from ecshare.router.options.values import MIB
 from lab.servers.processes import Port
 from tests.ecshare.router import fake_engine
-from tests.ecshare.router.fake_engine import FakeEngine, Fleet, Hanging, Held, chat, fleet, picture
+from tests.ecshare.router.bodies import chat, picture
+from tests.ecshare.router.fake_engine import FakeEngine, Fleet, fleet
+from tests.ecshare.router.held import Hanging, Held
 from tests.ecshare.router.http.raw import BODY, connected, post
 from tests.ecshare.router.media.fake_media import at, media_server, served
 from tests.waiting import until

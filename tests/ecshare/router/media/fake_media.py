@@ -7,7 +7,8 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.ecshare.router.fake_engine import LOOPBACK, PNG, Fleet, chat, fleet, listening_on
+from tests.ecshare.router.bodies import PNG, chat
+from tests.ecshare.router.fake_engine import LOOPBACK, Fleet, fleet, listening_on
 
 Serve = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

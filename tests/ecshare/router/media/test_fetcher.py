@@ -18,10 +18,10 @@ from aiohttp import web
 from ecshare import __version__
 from ecshare.router.media import places
 from ecshare.router.types import Stage
-from tests.ecshare.router.fake_engine import PNG, Fleet, chat, fleet, picture
+from tests.ecshare.router.bodies import PNG, chat, media_of, picture
+from tests.ecshare.router.fake_engine import Fleet, fleet
 from tests.ecshare.router.media.fake_media import answering, at, served
 from tests.ecshare.router.media.fake_names import SILENT, routers_ask
-from tests.ecshare.router.stages.test_encoded import media_of
 from tests.waiting import until
 
 MIB = 1024 * 1024

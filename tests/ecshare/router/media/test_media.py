@@ -17,10 +17,10 @@ from ecshare.router.media import loader as media_module
 from ecshare.router.media.identity import identity
 from ecshare.router.options.config import RouterConfig
 from tests.ecshare.router import fake_engine
-from tests.ecshare.router.fake_engine import PNG, PNG_2, Fleet, chat, data_url, fleet, picture
+from tests.ecshare.router.bodies import PNG, PNG_2, chat, data_url, media_of, picture
+from tests.ecshare.router.fake_engine import Fleet, fleet
 from tests.ecshare.router.held import soon
 from tests.ecshare.router.media.fake_media import media_server
-from tests.ecshare.router.stages.test_encoded import media_of
 from tests.waiting import until
 
 ALL = "encode,prefill,decode"

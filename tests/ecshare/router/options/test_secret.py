@@ -9,7 +9,8 @@ import pytest
 from ecshare.router.options.arguments import parse_arguments
 from ecshare.router.options.values import Secret
 from ecshare.store.integrity import TOKEN_HEADER, router_token
-from tests.ecshare.router.fake_engine import PNG, STATUS_KEY, chat, fleet, picture
+from tests.ecshare.router.bodies import PNG, chat, picture
+from tests.ecshare.router.fake_engine import STATUS_KEY, fleet
 
 KEY = "0123456789abcdef" * 2
 TOKEN = router_token(KEY.encode())

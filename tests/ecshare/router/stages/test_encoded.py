@@ -20,8 +20,6 @@ from tests.ecshare.router.fake_engine import Asked, Fleet, fleet
 from tests.ecshare.router.held import Held, soon
 from tests.waiting import until
 
-__all__ = ["media_of"]  # other tests import it from here
-
 ALL = "encode,prefill,decode"
 no_report = answering(ec_transfer_params=None)
 

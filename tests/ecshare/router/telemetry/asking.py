@@ -8,7 +8,8 @@ from typing import Any
 
 import aiohttp
 
-from tests.ecshare.router.fake_engine import STATUS_KEY, Fleet, Hanging, Held
+from tests.ecshare.router.fake_engine import STATUS_KEY, Fleet
+from tests.ecshare.router.held import Hanging, Held
 
 SOON_S = 10.0
 WITH_KEY = {"Authorization": f"Bearer {STATUS_KEY}"}

@@ -10,7 +10,8 @@ import pytest
 
 from ecshare.router.http.context import EngineCall
 from tests.ecshare.router import fake_engine
-from tests.ecshare.router.fake_engine import PNG, STATUS_KEY, Fleet, chat, fleet, picture
+from tests.ecshare.router.bodies import PNG, chat, picture
+from tests.ecshare.router.fake_engine import STATUS_KEY, Fleet, fleet
 from tests.ecshare.router.telemetry.asking import get, on_its_way, told
 from tests.ecshare.router.telemetry.browser import Tab
 

@@ -16,7 +16,8 @@ from ecshare.router.http.context import OUTCOMES, STATUS_CLASSES, EngineCall
 from ecshare.router.telemetry.metrics import RouterMetrics, Sources
 from ecshare.router.types import Stage
 from tests.ecshare.router import fake_engine
-from tests.ecshare.router.fake_engine import PNG, Fleet, chat, fleet, picture
+from tests.ecshare.router.bodies import PNG, chat, picture
+from tests.ecshare.router.fake_engine import Fleet, fleet
 from tests.ecshare.router.media.fake_media import at, served
 from tests.ecshare.router.telemetry.asking import SOON_S, get, on_its_way
 from tests.waiting import until

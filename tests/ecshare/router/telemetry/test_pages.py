@@ -13,7 +13,8 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from ecshare.router.telemetry.pages import by_worker, merged
-from tests.ecshare.router.fake_engine import PNG, Fleet, chat, data_url, fleet, picture
+from tests.ecshare.router.bodies import PNG, chat, data_url, picture
+from tests.ecshare.router.fake_engine import Fleet, fleet
 from tests.ecshare.router.telemetry.asking import get
 
 SECRETS = ("sk-a-clients-key", "what is this", "my-request", "unheard_of", PNG.decode("latin-1"))

@@ -13,7 +13,9 @@ import pytest
 
 from ecshare.router.telemetry import spans
 from lab.servers.collector import ENVIRONMENT, CollectedSpan, Collector
-from tests.ecshare.router.fake_engine import PNG, Fleet, chat, failing, fleet, picture
+from tests.ecshare.router.answers import failing
+from tests.ecshare.router.bodies import PNG, chat, picture
+from tests.ecshare.router.fake_engine import Fleet, fleet
 
 TRACE, ABOVE = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SENT = {"traceparent": f"00-{TRACE}-{ABOVE}-01", "tracestate": "vendor=1"}

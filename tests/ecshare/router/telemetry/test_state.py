@@ -9,7 +9,10 @@ import pytest
 
 from ecshare.router.api.chat import CHAT
 from tests.ecshare.router import fake_engine
-from tests.ecshare.router.fake_engine import EVENTS, PNG, Fleet, Hanging, Held, chat, fleet, picture
+from tests.ecshare.router.answers import EVENTS
+from tests.ecshare.router.bodies import PNG, chat, picture
+from tests.ecshare.router.fake_engine import Fleet, fleet
+from tests.ecshare.router.held import Hanging, Held
 from tests.ecshare.router.telemetry.asking import SOON_S, get, on_its_way, told
 from tests.waiting import until
 
