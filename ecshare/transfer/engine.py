@@ -400,7 +400,7 @@ class JobService:
         except ObjectCorrupt as exc:
             outcome = Outcome.CORRUPT
             logger.warning("store: a damaged object counts as missing: %s", exc)
-        except (StoreError, TimeoutError) as exc:
+        except (StoreError, OSError) as exc:  # OSError: too late, or no room on this host
             logger.debug("store: %s failed: %s", type(job).__name__, exc)
         except asyncio.CancelledError:
             outcome = Outcome.CANCELLED

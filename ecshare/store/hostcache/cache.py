@@ -183,7 +183,11 @@ class Draft:
         target = self._target  # keeps its file open until the bytes are in
         if target is None or self._is_over:
             raise BrokenPipeError(errno.EPIPE, "the fetch of this object has ended")
-        target.write(offset, piece)
+        try:
+            target.write(offset, piece)
+        except OSError as exc:
+            self._cache.warn_of_write(exc)
+            raise
         raw = memoryview(piece).cast("B")
         with self._lock:
             self._missing_bytes -= len(raw)
@@ -344,7 +348,7 @@ class HostCache:
         try:
             draft.write(0, body)
         except OSError as exc:
-            self._warn_once("write", "the host cache cannot be written: %s", exc)
+            self.warn_of_write(exc)
             self.drop(draft)
             return None
         return self.admit(key, draft)
@@ -426,7 +430,7 @@ class HostCache:
                         "room", "host cache %s: it is full, and all entries are in use", self.root
                     )
                 return draft
-        self._warn_once("write", "the host cache cannot be written: %s", failure)
+        self.warn_of_write(failure)
         return None
 
     def admit(self, key: Key, draft: _DraftFile) -> Entry | None:
@@ -446,7 +450,7 @@ class HostCache:
                     # The file with this name cannot be opened, and no other code would replace it.
                     self._usage.remove(path)
         except OSError as exc:
-            self._warn_once("write", "the host cache cannot be written: %s", exc)
+            self.warn_of_write(exc)
         finally:
             self.drop(draft)
         return None
@@ -476,6 +480,10 @@ class HostCache:
         except OSError:
             return 0  # it is unknown
         return max(0, num_bytes + self.floor_bytes - disk.f_bavail * disk.f_frsize)
+
+    def warn_of_write(self, failure: OSError | None) -> None:
+        """Log, once, that a file cannot be written."""
+        self._warn_once("write", "the host cache cannot be written: %s", failure)
 
     def drop(self, draft: _DraftFile) -> None:
         """Remove `draft`, unless it has become an entry."""

@@ -2,6 +2,7 @@
 """Fetches: one download a host, verification, and waiting for announced objects."""
 
 import asyncio
+import errno
 import hashlib
 import threading
 import time
@@ -18,6 +19,7 @@ from msgspec import structs
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ObjectMissing, ObjectUnreadable, StoreDenied, StoreUnavailable
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec, seal
+from ecshare.store.hostcache import cache
 from ecshare.store.keys import Key, Kind, object_key
 from ecshare.store.objects import Buffer, ObjectInfo, ObjectStat, Sink
 from ecshare.transfer.device.staging import Staging
@@ -700,6 +702,27 @@ def test_late_write_of_a_timed_out_fetch_raises_broken_pipe(
     with pytest.raises(BrokenPipeError):
         send()
     assert not list(engine.host.root.glob("*.tmp*")), "it takes no room on this host"
+
+
+def test_a_host_without_room_for_the_rest_of_an_object_misses_it(
+    store: Scripted, start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The store has done nothing wrong, so its breaker stays closed."""
+    store.objects[KEY] = sealed()
+    engine = start()
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache._DraftFile, "write", full)
+        for _ in range(8):
+            assert finish(engine, Fetch(KEY, 5)).outcome is Outcome.UNAVAILABLE
+    assert not engine.open_breakers
+    assert caplog.text.count("the host cache cannot be written") == 1
+    assert "unexpectedly" not in caplog.text
+    assert not list(engine.host.root.glob("*.tmp*")), "it takes no room on this host"
+    assert finish(engine, Fetch(KEY, 5)).outcome is Outcome.OK
 
 
 def save(engine: TransferEngine) -> None:

@@ -26,7 +26,7 @@ from ecshare.router.http.bodies import MemoryBudget, Payload, Reservation
 from ecshare.router.http.context import RequestContext
 from ecshare.router.options.values import MIB
 from lab.servers.processes import Port
-from tests.ecshare.router import fake_engine
+from tests.ecshare.router import answers, bodies
 from tests.ecshare.router.bodies import chat, picture
 from tests.ecshare.router.fake_engine import FakeEngine, Fleet, fleet
 from tests.ecshare.router.held import Hanging, Held
@@ -75,7 +75,7 @@ def test_the_last_eighth_is_for_small_requests() -> None:
 @asynccontextmanager
 async def one_in_flight(f: Fleet, body: dict[str, Any]) -> AsyncIterator[None]:
     """Let a request wait for decode while the block runs, for a while at most."""
-    f.d.answer = held = Held(fake_engine.decoded)
+    f.d.answer = held = Held(answers.decoded)
     first = asyncio.create_task(f.post(body))
     async with asyncio.timeout(20):
         await held.asked.wait()
@@ -155,7 +155,7 @@ async def test_an_answer_of_any_engine_is_bounded(
 
 
 async def test_a_body_that_says_it_is_too_much_is_not_read() -> None:
-    sent = fake_engine.HEAD + b"Content-Length: %d\r\n\r\n" % (5 * MIB)
+    sent = bodies.HEAD + b"Content-Length: %d\r\n\r\n" % (5 * MIB)
     async with (
         fleet(0, 0, max_in_flight_bytes=6 * MIB) as f,
         one_in_flight(f, chat(picture(PICTURE))),
@@ -250,9 +250,9 @@ async def router() -> AsyncIterator[Process]:
     reserved = Port()  # as long as the process runs
     program = "import gc; gc.disable(); from ecshare.router.__main__ import main; main()"
     async with (
-        FakeEngine(fake_engine.encoded).serving() as e,
-        FakeEngine(fake_engine.prefilled).serving() as p,
-        FakeEngine(fake_engine.decoded).serving() as d,
+        FakeEngine(answers.encoded).serving() as e,
+        FakeEngine(answers.prefilled).serving() as p,
+        FakeEngine(answers.decoded).serving() as d,
         AsyncExitStack() as clients,
     ):
         running = await asyncio.create_subprocess_exec(
@@ -281,17 +281,17 @@ LARGE = random.Random(2).randbytes(3 * MIB)
     ("answers", "status"),
     [
         ({}, 200),
-        ({"d": fake_engine.failing(500)}, 500),
-        ({"d": fake_engine.hang_up}, 502),
-        ({"e": fake_engine.failing(400)}, 400),
-        ({"e": fake_engine.hang_up}, 200),
-        ({"p": fake_engine.failing(503)}, 200),
-        ({"p": fake_engine.hang_up, "d": fake_engine.hang_up}, 502),
+        ({"d": answers.failing(500)}, 500),
+        ({"d": answers.hang_up}, 502),
+        ({"e": answers.failing(400)}, 400),
+        ({"e": answers.hang_up}, 200),
+        ({"p": answers.failing(503)}, 200),
+        ({"p": answers.hang_up, "d": answers.hang_up}, 502),
     ],
     ids=range(7),
 )
 async def test_requests_that_have_ended_keep_nothing(
-    answers: dict[str, fake_engine.Answer], status: int, router: Process
+    answers: dict[str, answers.Answer], status: int, router: Process
 ) -> None:
     for name, answer in answers.items():
         router.engines[name].answer = answer
@@ -306,17 +306,17 @@ async def test_requests_that_have_ended_keep_nothing(
     ("answers", "limits", "status"),
     [
         ({}, {}, 200),
-        ({"d": fake_engine.break_in_the_stream}, {}, 200),
-        ({"d": fake_engine.failing(404)}, {}, 404),
-        ({"d": fake_engine.hang_up}, {}, 502),
-        ({"e": fake_engine.hang_up, "p": fake_engine.hang_up}, {}, 200),
+        ({"d": answers.break_in_the_stream}, {}, 200),
+        ({"d": answers.failing(404)}, {}, 404),
+        ({"d": answers.hang_up}, {}, 502),
+        ({"e": answers.hang_up, "p": answers.hang_up}, {}, 200),
         ({"p": Hanging()}, {"stage_timeout_s": 0.3}, 200),
         ({"d": Hanging()}, {"timeout_s": 0.5}, 504),
     ],
     ids=range(7),
 )
 async def test_no_cycle_keeps_a_request_or_its_answer(
-    answers: dict[str, fake_engine.Answer],
+    answers: dict[str, answers.Answer],
     limits: dict[str, Any],
     status: int,
     caplog: pytest.LogCaptureFixture,
@@ -326,7 +326,7 @@ async def test_no_cycle_keeps_a_request_or_its_answer(
 
     caplog.set_level("CRITICAL", "ecshare")  # pytest keeps the errors in records
     async with fleet(**limits) as f:
-        await f.post(chat(picture(fake_engine.PNG)))  # P is found to stream
+        await f.post(chat(picture(bodies.PNG)))  # P is found to stream
         for stage, answer in answers.items():
             getattr(f, stage).answer = answer
         gc.collect()
@@ -345,7 +345,7 @@ async def test_bodies_that_are_refused_keep_nothing(router: Process) -> None:
         for _ in range(17):
             yield b" " * MIB
 
-    broken = {"type": "image_url", "image_url": {"url": fake_engine.data_url(LARGE) + "===="}}
+    broken = {"type": "image_url", "image_url": {"url": bodies.data_url(LARGE) + "===="}}
 
     async def ask() -> None:
         assert await router.post(chat(broken)) == 400
@@ -357,12 +357,12 @@ async def test_bodies_that_are_refused_keep_nothing(router: Process) -> None:
 
 async def test_clients_that_leave_keep_nothing(router: Process) -> None:
     async def ask() -> None:
-        start = fake_engine.HEAD + b"Content-Length: %d\r\n\r\n" % (6 * MIB)
+        start = bodies.HEAD + b"Content-Length: %d\r\n\r\n" % (6 * MIB)
         async with connected(router.url, start) as (_, writer):
             for _ in range(5):
                 writer.write(b" " * MIB)
                 await writer.drain()
-        router.engines["d"].answer = held = Held(fake_engine.decoded)
+        router.engines["d"].answer = held = Held(answers.decoded)
         asking = asyncio.create_task(router.post(chat(picture(LARGE))))
         await held.asked.wait()
         asking.cancel()

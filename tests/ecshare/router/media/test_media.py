@@ -16,7 +16,7 @@ from ecshare.router.http.bodies import Blobs, MemoryBudget, Reservation
 from ecshare.router.media import loader as media_module
 from ecshare.router.media.identity import identity
 from ecshare.router.options.config import RouterConfig
-from tests.ecshare.router import fake_engine
+from tests.ecshare.router import answers, fake_engine
 from tests.ecshare.router.bodies import PNG, PNG_2, chat, data_url, media_of, picture
 from tests.ecshare.router.fake_engine import Fleet, fleet
 from tests.ecshare.router.held import soon
@@ -187,7 +187,7 @@ async def test_without_a_sure_sign_of_change_the_bytes_are_fetched(headers: dict
 
 
 async def test_bytes_that_e_needs_are_fetched_without_a_condition(host: Host) -> None:
-    host.f.e.answer = fake_engine.failing(500)
+    host.f.e.answer = answers.failing(500)
     for _ in range(2):
         await host.ask()
     assert host.conditions == [None, None]
@@ -204,9 +204,7 @@ async def test_bytes_are_fetched_when_the_embedding_is_gone(known: Host) -> None
     f = known.f
 
     async def lost(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        return await (fake_engine.failing(500) if len(f.e.bodies) < 2 else fake_engine.decoded)(
-            http, body
-        )
+        return await (answers.failing(500) if len(f.e.bodies) < 2 else answers.decoded)(http, body)
 
     f.d.answer = lost
     response, _ = await known.ask()
@@ -223,7 +221,7 @@ async def test_what_another_request_brings_back_meanwhile_is_not_encoded_once_mo
 
     async def lost(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         is_lean = media_of(body)[-1]["type"] == "image_embeds"
-        return await (fake_engine.failing(500) if is_lean else fake_engine.decoded)(http, body)
+        return await (answers.failing(500) if is_lean else answers.decoded)(http, body)
 
     held, known.let_go = f.d.hold(lost), asyncio.Event()
     known.let_go.set()
@@ -241,7 +239,7 @@ async def test_what_another_request_brings_back_meanwhile_is_not_encoded_once_mo
 @pytest.mark.parametrize("content", [PNG, PNG_2])
 async def test_bytes_are_fetched_when_decode_answers_alone(content: bytes, known: Host) -> None:
     known.content = content
-    known.f.p.answer = fake_engine.hang_up
+    known.f.p.answer = answers.hang_up
     response, _ = await known.ask()
     assert (response.status, response.headers["x-ecshare-path"]) == (200, "decode")
     assert known.sent["uuid"] == uuid(content), "of what was sent"
@@ -249,7 +247,7 @@ async def test_bytes_are_fetched_when_decode_answers_alone(content: bytes, known
 
 
 async def test_bytes_that_are_gone_when_they_are_needed_are_named(known: Host) -> None:
-    known.f.p.answer = fake_engine.hang_up
+    known.f.p.answer = answers.hang_up
     known.content = b""
     response, body = await known.ask()
     assert response.status == 400

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ecshare.router.http.context import EngineCall
-from tests.ecshare.router import fake_engine
+from tests.ecshare.router import answers, held
 from tests.ecshare.router.bodies import PNG, chat, picture
 from tests.ecshare.router.fake_engine import STATUS_KEY, Fleet, fleet
 from tests.ecshare.router.telemetry.asking import get, on_its_way, told
@@ -37,7 +37,7 @@ async def test_requests_are_shown_with_their_calls_the_newest_first(f: Fleet) ->
 
 
 async def test_a_request_on_its_way_is_shown(f: Fleet) -> None:
-    f.d.answer = hanging = fake_engine.Hanging()
+    f.d.answer = hanging = held.Hanging()
     async with on_its_way(f, hanging, chat()):
         shown = await told(f, DATA)
     (request,) = shown["requests"]
@@ -49,8 +49,8 @@ async def test_a_request_on_its_way_is_shown(f: Fleet) -> None:
 
 async def test_calls_that_failed_are_part_of_the_request() -> None:
     async with fleet(num_d=2) as f:
-        f.e.answer = fake_engine.failing(500)
-        f.d.answer = fake_engine.hang_up
+        f.e.answer = answers.failing(500)
+        f.d.answer = answers.hang_up
         for _ in range(2):
             await f.post(chat(picture(PNG)))
         shown = await told(f, DATA)
@@ -70,7 +70,7 @@ async def test_the_number_of_requests_and_of_calls_is_bounded() -> None:
         await f.post(chat(*(picture(b"%d" % number) for number in range(150))))
         (request,) = (await told(f, DATA))["requests"]
         assert len(request["calls"]) == 100
-        f.d.answer = hanging = fake_engine.Hanging()
+        f.d.answer = hanging = held.Hanging()
         async with on_its_way(f, hanging, chat()):
             for _ in range(110):
                 await f.post({"messages": 1})

@@ -15,7 +15,7 @@ from ecshare.router.http.bodies import MemoryBudget
 from ecshare.router.http.context import OUTCOMES, STATUS_CLASSES, EngineCall
 from ecshare.router.telemetry.metrics import RouterMetrics, Sources
 from ecshare.router.types import Stage
-from tests.ecshare.router import fake_engine
+from tests.ecshare.router import answers, bodies, fake_engine, held
 from tests.ecshare.router.bodies import PNG, chat, picture
 from tests.ecshare.router.fake_engine import Fleet, fleet
 from tests.ecshare.router.media.fake_media import at, served
@@ -101,11 +101,11 @@ async def test_a_stream_begins_with_its_first_event_not_with_its_head() -> None:
 
 async def test_what_goes_wrong_is_counted_by_kind() -> None:
     async with fleet(num_d=2) as f:
-        f.e.answer = fake_engine.failing(500)
+        f.e.answer = answers.failing(500)
         await f.post(chat(picture(PNG)))
         await f.post({"messages": 1})
         await f.post(chat(model="another"))
-        for answer in (fake_engine.failing(422), fake_engine.hang_up):
+        for answer in (answers.failing(422), answers.hang_up):
             fake_engine.answer_all(f.decoders, answer)
             await f.post(chat())
         await get(f, "/no/such/page")
@@ -121,18 +121,18 @@ async def test_what_goes_wrong_is_counted_by_kind() -> None:
 
 async def test_stages_that_are_asked_again_are_counted(f: Fleet) -> None:
     async with fleet(0, 0, num_d=2) as two:
-        fake_engine.answer_all(two.decoders, fake_engine.hang_up)
+        fake_engine.answer_all(two.decoders, answers.hang_up)
         await two.post(chat())
         assert (await samples(two))["retries_total{stage=decode}"] == 1
     await f.post(chat(picture(PNG)))
-    f.d.answer = fake_engine.failing(500)
+    f.d.answer = answers.failing(500)
     await f.post(chat(picture(PNG)))
     assert (await samples(f))["retries_total{stage=encode}"] == 1
 
 
 async def test_a_stream_that_breaks_is_an_error_although_it_began_well() -> None:
     async with fleet(0, 0) as f:
-        f.d.answer = fake_engine.break_in_the_stream
+        f.d.answer = answers.break_in_the_stream
         await f.post(chat(stream=True))
         found = await samples(f)
     assert found["errors_total{kind=engine_failed}"] == found[calls("decode-1", "failed")] == 1
@@ -140,7 +140,7 @@ async def test_a_stream_that_breaks_is_an_error_although_it_began_well() -> None
 
 async def test_a_client_that_leaves_is_no_error() -> None:
     async with fleet(0, 0) as f:
-        f.d.answer = hanging = fake_engine.Hanging()
+        f.d.answer = hanging = held.Hanging()
         async with on_its_way(f, hanging, chat()):
             pass
         await asyncio.wait_for(hanging.left.wait(), SOON_S)
@@ -156,7 +156,7 @@ async def test_a_client_that_leaves_is_no_error() -> None:
 
 async def test_overload_has_a_status_of_its_own() -> None:
     async with fleet(0, 0, max_in_flight_bytes=5000) as f:
-        f.d.answer = held = fake_engine.Held(fake_engine.decoded)
+        held = f.d.hold()
         async with on_its_way(f, held, chat(picture(PNG))) as asked:
             assert (await f.post(chat(picture(b"x" * 4000))))[0].status == 429
             held.let_go.set()
@@ -173,7 +173,7 @@ async def test_what_is_spared_and_remembered_is_counted() -> None:
 
     async with fleet(max_index_bytes=700) as f:
         f.p.answer = stored
-        for content in (PNG, PNG, fake_engine.PNG_2):
+        for content in (PNG, PNG, bodies.PNG_2):
             await f.post(chat(picture(content)))
         found = await samples(f)
     assert found["prefills_total{event=avoided}"] == 1
@@ -197,7 +197,7 @@ async def test_an_engine_that_rests_is_not_available() -> None:
 
     async with fleet(0, 0, num_d=2) as f:
         assert await available(f) == [1, 1]
-        f.d.answer = fake_engine.hang_up
+        f.d.answer = answers.hang_up
         for _ in range(2):
             await f.post(chat())
         assert await available(f) == [0, 1]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ecshare.router.api.chat import CHAT
-from tests.ecshare.router import fake_engine
+from tests.ecshare.router import answers
 from tests.ecshare.router.answers import EVENTS
 from tests.ecshare.router.bodies import PNG, chat, picture
 from tests.ecshare.router.fake_engine import Fleet, fleet
@@ -74,7 +74,7 @@ async def test_asking_often_asks_the_engines_no_more_often() -> None:
 
 async def test_status_tells_what_the_router_knows_and_asks_no_engine() -> None:
     async with fleet(num_p=2, num_d=2) as f:
-        f.p.answer, f.d.answer = fake_engine.hang_up, fake_engine.failing(500)
+        f.p.answer, f.d.answer = answers.hang_up, answers.failing(500)
         for _ in range(2):
             assert (await f.post(chat()))[0].status == 200
         asked: list[int] = []
@@ -155,7 +155,7 @@ async def test_an_answer_that_must_end_is_an_error(f: Fleet) -> None:
 
 async def test_a_late_answer_is_late_for_its_own_deadline_until_then() -> None:
     async with fleet(0, 0, timeout_s=0.2) as f:
-        f.d.answer = held = Held(fake_engine.decoded)
+        f.d.answer = held = Held(answers.decoded)
         async with on_its_way(f, held, chat()) as asked:
             await asyncio.wait_for(f.router.in_flight.drain(LONG_S, asyncio.Event()), SOON_S)
             assert (await asked)[0].status == 504
