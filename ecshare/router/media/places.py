@@ -41,7 +41,7 @@ class Places:
 
     @property
     def are_scarce(self) -> bool:
-        """Whether half of the places are taken."""
+        """Whether more than half of the places are taken."""
         return self.num_used > self._number / 2
 
     def take(self, owner: str) -> None:
