@@ -98,7 +98,8 @@ def test_load_starts_before_the_forward_pass_of_its_step(
     """Else it could not end in a step that computes, and its request would wait for another one."""
     serve(start(store=place), PROMPT)
     engine = start(store=place, runner=runner)
-    engine.add(make_request("busy", range(900, 905), 20))
+    # Long enough to last until the look-up has its answer, on a busy machine too.
+    engine.add(make_request("busy", range(900, 905), 100))
     engine.step()
     done: list[str] = []
     compute = engine.model.compute
