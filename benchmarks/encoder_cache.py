@@ -190,13 +190,13 @@ def _load_cold(
         with readings.timed((size_mb, place, site.raw_name, "cold")):
             site.raw.get([name], 1)
         with (
-            _file_in_memory() as fd,
+            places.host_folder() as path,
+            open(path, "w+b", buffering=0) as file,
             readings.timed((size_mb, place, site.shared_name, "cold")),
         ):
-            at = 0
             for piece in site.raw.pieces(name):
-                at += os.pwrite(fd, piece, at)
-            touch(_mapped(fd))
+                file.write(piece)
+            touch(_mapped(file.fileno()))
         for who, key, halves in (
             (OURS, DURABLE, site.consumer),
             (EXAMPLE, EXAMPLE, site.example),
@@ -215,10 +215,10 @@ def _load_cached(
 ) -> None:
     """Load what is in this host's memory: the host cache, or the page cache of a folder."""
     _copy("", tensor, torch.zeros_like(tensor), size_mb, readings)
-    with _file_in_memory() as written:
-        os.pwrite(written, tensor.view(torch.uint8).numpy().data, 0)
+    with places.host_folder() as path:
+        path.write_bytes(tensor.view(torch.uint8).numpy().data)
         with readings.timed((size_mb, "", MAPPED, "copy")):
-            fd = os.open(f"/proc/self/fd/{written}", os.O_RDONLY)
+            fd = os.open(path, os.O_RDONLY)
             touch(_mapped(fd))
             os.close(fd)
     for site in sites:
@@ -232,13 +232,6 @@ def _load_cached(
             _, loaded_s, loaded = halves.load(f"{key}-{name}", len(tensor))
             _check(loaded, tensor)
             readings.add((size_mb, place, who, "load"), loaded_s)
-
-
-@contextmanager
-def _file_in_memory() -> Iterator[int]:
-    """Yield an empty file where the host cache is: what other processes of a host can map."""
-    with tempfile.TemporaryFile(dir=places.SHM if places.SHM.is_dir() else None) as file:
-        yield file.fileno()
 
 
 def _mapped(fd: int) -> Tensor:

@@ -235,10 +235,13 @@ def _gather_put(site: Site, turn: int, block_ids: Sequence[int], readings: Readi
         ThreadPoolExecutor(RAW_LANES) as threads,
         readings.timed((site.place.name, GATHER_PUT, "total")),
     ):
+        puts = []
         for name, index, chunk in zip(names, indices, ready, strict=True):
             torch.index_select(site.caches, 1, index, out=chunk)
             body = chunk.view(torch.uint8).view(-1).numpy().data
-            threads.submit(site.raw.put, [name], body, 1)
+            puts.append(threads.submit(site.raw.put, [name], body, 1))
+    for put in puts:
+        put.result()
     site.raw.delete(names)
 
 

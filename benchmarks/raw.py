@@ -8,7 +8,7 @@ options.
 import asyncio
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -103,27 +103,21 @@ class FilesInThreads(RawFiles):
     def put(self, names: Sequence[str], body: Body, lanes: int) -> None:
         """See RawClient."""
         write = super().put
-        self._each(names, lanes, lambda name: write([name], body, 1))
+        self._in_threads(names, lanes, lambda name: write([name], body, 1))
 
     def get(self, names: Sequence[str], lanes: int) -> None:
         """See RawClient."""
         read = super().get
-        self._each(names, lanes, lambda name: read([name], 1))
+        self._in_threads(names, lanes, lambda name: read([name], 1))
 
     def close(self) -> None:
         """End the threads and the loop."""
         self._threads.shutdown()
         self._loop.close()
 
-    def _each(self, names: Sequence[str], lanes: int, call: Callable[[str], None]) -> None:
-        async def lane(first: int) -> None:
-            for name in names[first::lanes]:
-                await self._loop.run_in_executor(self._threads, call, name)
-
-        async def run() -> None:
-            await asyncio.gather(*(lane(first) for first in range(lanes)))
-
-        self._loop.run_until_complete(run())
+    def _in_threads(self, names: Sequence[str], lanes: int, call: Callable[[str], None]) -> None:
+        run = self._loop.run_in_executor
+        in_lanes_on(self._loop, names, lanes, lambda name: run(self._threads, call, name))
 
 
 class RawObstore(RawClient):
@@ -202,14 +196,25 @@ class RawS3fs(RawClient):
         self._loop.close()
 
     def _each(self, names: Sequence[str], lanes: int, call: Any) -> None:
-        async def lane(first: int) -> None:
-            for name in names[first::lanes]:
-                await call(f"{self._root}/{name}")
+        in_lanes_on(self._loop, names, lanes, lambda name: call(f"{self._root}/{name}"))
 
-        async def run() -> None:
-            await asyncio.gather(*(lane(first) for first in range(lanes)))
 
-        self._loop.run_until_complete(run())
+def in_lanes_on(
+    loop: asyncio.AbstractEventLoop,
+    names: Sequence[str],
+    lanes: int,
+    call: Callable[[str], Awaitable[object]],
+) -> None:
+    """Await `call(name)` for each of `names` on `loop`, `lanes` at once."""
+
+    async def lane(first: int) -> None:
+        for name in names[first::lanes]:
+            await call(name)
+
+    async def run() -> None:
+        await asyncio.gather(*(lane(first) for first in range(lanes)))
+
+    loop.run_until_complete(run())
 
 
 def _in_lanes(work: Callable[[Sequence[str]], None], names: Sequence[str], lanes: int) -> None:

@@ -198,6 +198,25 @@ async def _read(front: Server, asked: Sequence[Message], client: Client) -> _Rea
     return _Reading(len(replies) / took_s, max(used_s, 1e-3) / len(replies), num_lost(replies))
 
 
+async def _in_rounds(
+    fronts: Mapping[str, Server], kinds: Sequence[str], streams: Sequence[bool], rounds: int
+) -> dict[tuple[str, str], list[_Reading]]:
+    """Return the readings of each kind and front, one a round: of a request for each of `streams`,
+    which says whether it is streamed."""
+    clients = {name: Client(front.port.number) for name, front in fronts.items()}
+    requests = Requests(PICTURE_BYTES)
+    readings: dict[tuple[str, str], list[_Reading]] = {}
+    for turn in range(rounds):
+        for kind in kinds:
+            for name in in_turn(list(fronts), turn):
+                asked = [requests.next(kind, streams=each) for each in streams]
+                reading = await _read(fronts[name], asked, clients[name])
+                readings.setdefault((kind, name), []).append(reading)
+    for client in clients.values():
+        client.close()
+    return readings
+
+
 async def _work_of_a_core(fronts: Mapping[str, Server], size: Size) -> Table:
     columns = ("request", "through", "requests/s", "CPU ms a request", "requests/CPU s", "x vLLM's")
     table = Table(
@@ -207,15 +226,8 @@ async def _work_of_a_core(fronts: Mapping[str, Server], size: Size) -> Table:
         "limited by engines and clients, which share the other cores; CPU time is the router's "
         "alone. `x`: requests per CPU second, the median over the rounds of each round's ratio.",
     )
-    clients = {name: Client(front.port.number) for name, front in fronts.items()}
-    requests = Requests(PICTURE_BYTES)
-    readings: dict[tuple[str, str], list[_Reading]] = {}
-    for turn in range(size.rounds):
-        for kind in KINDS:
-            for name in in_turn(list(fronts), turn):
-                asked = [requests.next(kind, streams=bool(n % 2)) for n in range(size.num_at_once)]
-                reading = await _read(fronts[name], asked, clients[name])
-                readings.setdefault((kind, name), []).append(reading)
+    streams = [bool(number % 2) for number in range(size.num_at_once)]
+    readings = await _in_rounds(fronts, KINDS, streams, size.rounds)
     for kind in KINDS:
         for name in fronts:
             ours, theirs = readings[kind, name], readings.get((kind, IN_TREE), [])
@@ -226,8 +238,6 @@ async def _work_of_a_core(fronts: Mapping[str, Server], size: Size) -> Table:
                 *(1e3 * each_s, 1 / each_s, statistics.median(ratios) if ratios else None),
                 sum(each.num_lost for each in ours),
             )
-    for client in clients.values():
-        client.close()
     return table
 
 
@@ -239,24 +249,16 @@ async def _work_of_events(fronts: Mapping[str, Server], size: Size) -> Table:
         f"event each {EVENT_MS} ms, so each is passed on by itself. `x`: CPU time, the median over "
         "the rounds of each round's ratio.",
     )
-    clients = {name: Client(front.port.number) for name, front in fronts.items()}
-    requests = Requests(PICTURE_BYTES)
-    readings: dict[str, list[_Reading]] = {}
-    for turn in range(size.rounds):
-        for name in in_turn(list(fronts), turn):
-            asked = [requests.next(TEXT, streams=True) for _ in range(size.num_of_events)]
-            reading = await _read(fronts[name], asked, clients[name])
-            readings.setdefault(name, []).append(reading)
-    for name, ours in readings.items():
-        pairs = zip(ours, readings[BARE], strict=True)
+    readings = await _in_rounds(fronts, [TEXT], [True] * size.num_of_events, size.rounds)
+    for name in fronts:
+        ours = readings[TEXT, name]
+        pairs = zip(ours, readings[TEXT, BARE], strict=True)
         table.add(
             *(name, statistics.median(each.per_s for each in ours)),
             1e3 * statistics.median(each.cpu_each_s for each in ours),
             statistics.median(a.cpu_each_s / b.cpu_each_s for a, b in pairs),
             sum(each.num_lost for each in ours),
         )
-    for client in clients.values():
-        client.close()
     return table
 
 

@@ -15,7 +15,14 @@ from dataclasses import dataclass, replace
 
 from benchmarks import places
 from benchmarks.measure import Readings, cpu_s, noise
-from benchmarks.raw import FilesInThreads, RawClient, RawFiles, RawObstore, RawS3fs
+from benchmarks.raw import (
+    FilesInThreads,
+    RawClient,
+    RawFiles,
+    RawObstore,
+    RawS3fs,
+    in_lanes_on,
+)
 from benchmarks.report import Report, Table, arguments, command_line
 from ecshare.store.config import StoreConfig
 from ecshare.store.fsspec.store import open_fsspec
@@ -76,14 +83,7 @@ class OurStore(RawClient):
     def _each(
         self, names: Sequence[str], lanes: int, call: Callable[[Key], Awaitable[object]]
     ) -> None:
-        async def lane(first: int) -> None:
-            for name in names[first::lanes]:
-                await call(self._key(name))
-
-        async def run() -> None:
-            await asyncio.gather(*(lane(first) for first in range(lanes)))
-
-        self._loop.run_until_complete(run())
+        in_lanes_on(self._loop, names, lanes, lambda name: call(self._key(name)))
 
 
 class Memcpy(RawClient):

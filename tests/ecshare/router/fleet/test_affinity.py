@@ -14,10 +14,8 @@ from ecshare.router.types import Stage, Work
 from tests.ecshare.router.answers import encoded
 from tests.ecshare.router.bodies import PNG, PNG_2, chat, picture
 from tests.ecshare.router.fake_engine import Clock, answer_all, asked, fleet, lease
-from tests.ecshare.router.held import Held
+from tests.ecshare.router.held import Held, soon
 from tests.waiting import until
-
-SOON_S = 10.0
 
 
 def keys(number: int) -> list[bytes]:
@@ -150,7 +148,7 @@ async def test_the_load_is_told_in_tokens() -> None:
     async with fleet(balance="affinity") as f:
         f.d.answer = held = Held(f.d.answer)
         answer = asyncio.create_task(f.post(chat(picture(PNG_2), max_tokens=50)))
-        await asyncio.wait_for(held.asked.wait(), SOON_S)
+        await soon(held.asked)
         stages = f.router.known()["engines"]
         assert stages["decode"][0]["tokens"] == 1 + len("what is this?") // 4 + 1000 + 50
         assert stages["prefill"][0]["tokens"] == 0

@@ -19,7 +19,7 @@ from ecshare.router.types import Stage
 from tests.ecshare.router.answers import EVENTS, decoded, encoded, prefilled
 from tests.ecshare.router.bodies import PNG, chat, picture
 from tests.ecshare.router.fake_engine import FakeEngine, Fleet, fleet
-from tests.ecshare.router.held import Hanging, Held, streaming_until
+from tests.ecshare.router.held import Hanging, Held, soon, streaming_until
 from tests.waiting import until
 
 SOON_S = 10.0
@@ -96,7 +96,7 @@ async def test_whole_stages_come_and_go_and_a_prefill_that_goes_hands_over(path:
             await until(lambda: engines(f, Stage.PREFILL) == [p.url])
             p.answer = held = Held(prefilled)
             answer = asyncio.create_task(f.post(chat(picture(PNG))))
-            await asyncio.wait_for(held.asked.wait(), SOON_S)
+            await soon(held.asked)
             write(path, decoders=[d.url])
             await until(lambda: states(f, Stage.PREFILL) == {p.url: "draining"})
             held.let_go.set()

@@ -18,7 +18,7 @@ from ecshare.router.types import Stage
 from tests.ecshare.router.answers import EVENTS, Answer, decoded, failing, hang_up
 from tests.ecshare.router.bodies import PNG, chat, picture
 from tests.ecshare.router.fake_engine import FakeEngine, Fleet, asked, fleet
-from tests.ecshare.router.held import Hanging, Held, streaming_until
+from tests.ecshare.router.held import Hanging, Held, soon, streaming_until
 from tests.waiting import LoopClock, until
 
 pytestmark = pytest.mark.usefixtures("polls_often")
@@ -196,11 +196,11 @@ async def give_up(f: Fleet, engine: FakeEngine, num_probes: int = 0, **fields: A
     """
     engine.answer = hanging = Hanging()
     answer = asyncio.create_task(f.post(chat(**fields)))
-    await asyncio.wait_for(hanging.asked.wait(), SOON_S)
+    await soon(hanging.asked)
     probes = count_probes(engine)
     await until(lambda: probes["asked"] >= num_probes or f.is_left_out(engine))
     answer.cancel()
-    await asyncio.wait_for(hanging.left.wait(), SOON_S)
+    await soon(hanging.left)
     return probes
 
 

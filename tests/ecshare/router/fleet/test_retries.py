@@ -23,7 +23,7 @@ from tests.ecshare.router.answers import (
 )
 from tests.ecshare.router.bodies import PNG, PNG_2, chat, picture
 from tests.ecshare.router.fake_engine import Clock, answer_all, asked, fleet
-from tests.ecshare.router.held import Hanging
+from tests.ecshare.router.held import Hanging, soon
 from tests.waiting import LoopClock
 
 SOON_S = 10.0
@@ -79,7 +79,7 @@ async def test_another_prefill_is_asked_while_decode_waits(stream: bool) -> None
         assert body == (b"".join(EVENTS) if stream else b'{"choices":  []}')
         assert response.headers["x-ecshare-path"] == "prefill,decode"
         assert asked(f.prefillers) == [1, 1]
-        await asyncio.wait_for(waiting.left.wait(), SOON_S)
+        await soon(waiting.left)
         sent = [body["kv_transfer_params"] for body in f.d.bodies]
         assert sent == [{"kvshare": {"streamed": True}}] * 2
 
@@ -262,7 +262,7 @@ async def test_a_prefill_that_works_but_is_slow(
     async with fleet(stage_timeout_s=60, when_overloaded=option) as f:
         f.p.answer = First(slow := Hanging(), prefilled)
         long = asyncio.create_task(f.post(chat({"type": "text", "text": "slow"})))
-        await asyncio.wait_for(slow.asked.wait(), SOON_S)
+        await soon(slow.asked)
         await f.post(chat(picture(PNG_2)))  # it answers somebody meanwhile
         clock.forward(60)
         assert (await asyncio.wait_for(long, SOON_S))[0].status == status

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 
 from tests.ecshare.router.fake_engine import STATUS_KEY, Fleet
-from tests.ecshare.router.held import Hanging, Held
+from tests.ecshare.router.held import Hanging, Held, soon
 
 SOON_S = 10.0
 WITH_KEY = {"Authorization": f"Bearer {STATUS_KEY}"}
@@ -37,7 +37,7 @@ async def on_its_way(
 ) -> AsyncIterator[asyncio.Task[tuple[aiohttp.ClientResponse, bytes]]]:
     """Send a request; the block begins once an engine that `waits` has it, and ends it."""
     asked = asyncio.create_task(f.post(body))
-    await asyncio.wait_for(waits.asked.wait(), SOON_S)
+    await soon(waits.asked)
     yield asked
     asked.cancel()
     await asyncio.gather(asked, return_exceptions=True)

@@ -18,6 +18,7 @@ from ecshare.router.types import Stage
 from tests.ecshare.router import answers, bodies, fake_engine, held
 from tests.ecshare.router.bodies import PNG, chat, picture
 from tests.ecshare.router.fake_engine import Fleet, fleet
+from tests.ecshare.router.held import soon
 from tests.ecshare.router.media.fake_media import at, served
 from tests.ecshare.router.telemetry.asking import SOON_S, get, on_its_way
 from tests.waiting import until
@@ -82,7 +83,7 @@ async def test_a_stream_begins_with_its_first_event_not_with_its_head() -> None:
     async with fleet(0, 0) as f:
         f.d.answer = answer
         asked = asyncio.create_task(f.post(chat(stream=True)))
-        await asyncio.wait_for(begun.wait(), SOON_S)
+        await soon(begun)
         before = await samples(f)
         assert before["outstanding{engine=decode-1,stage=decode}"] == 1
         assert before["requests_in_progress{}"] == 2, "this one and that for the metrics"
@@ -143,7 +144,7 @@ async def test_a_client_that_leaves_is_no_error() -> None:
         f.d.answer = hanging = held.Hanging()
         async with on_its_way(f, hanging, chat()):
             pass
-        await asyncio.wait_for(hanging.left.wait(), SOON_S)
+        await soon(hanging.left)
 
         async def is_alone() -> bool:
             return (await samples(f))["requests_in_progress{}"] == 1

@@ -12,7 +12,7 @@ from tests.ecshare.router import answers
 from tests.ecshare.router.answers import EVENTS
 from tests.ecshare.router.bodies import PNG, chat, picture
 from tests.ecshare.router.fake_engine import Fleet, fleet
-from tests.ecshare.router.held import Hanging, Held
+from tests.ecshare.router.held import Hanging, Held, soon
 from tests.ecshare.router.telemetry.asking import SOON_S, get, on_its_way, told
 from tests.waiting import until
 
@@ -140,7 +140,7 @@ async def test_a_stream_that_must_end_ends_with_an_error_event(by: str) -> None:
             rest = await asyncio.wait_for(response.read(), SOON_S)
         error = json.loads(rest.removeprefix(b"\n\ndata: "))["error"]
         assert (error["code"], error["type"]) == ("shutting_down", "server_error")
-        await asyncio.wait_for(hanging.left.wait(), SOON_S)
+        await soon(hanging.left)
 
 
 async def test_an_answer_that_must_end_is_an_error(f: Fleet) -> None:
@@ -150,7 +150,7 @@ async def test_an_answer_that_must_end_is_an_error(f: Fleet) -> None:
         response, body = await asyncio.wait_for(asked, SOON_S)
         assert (response.status, response.headers["Retry-After"]) == (503, "1")
         assert json.loads(body)["error"]["code"] == "shutting_down"
-        await asyncio.wait_for(hanging.left.wait(), SOON_S)
+        await soon(hanging.left)
 
 
 async def test_a_late_answer_is_late_for_its_own_deadline_until_then() -> None:
