@@ -2,11 +2,11 @@
 """The router's routes."""
 
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from functools import partial
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
-from aiohttp import hdrs, web
+from aiohttp import web
 
 from ecshare.router.api.endpoints import PASSED_ON, SPLIT
 from ecshare.router.fleet.client import ANSWER_COST, MODELS, EngineClient
@@ -14,17 +14,17 @@ from ecshare.router.fleet.discovery import FleetWatch, fixed
 from ecshare.router.fleet.engines import USUAL_BOUND, Engine, EnginePool
 from ecshare.router.fleet.models import ModelLists
 from ecshare.router.http.bodies import MemoryBudget, read_body
-from ecshare.router.http.connections import Runner
-from ecshare.router.http.context import CONTEXT, Events, RequestContext, Subscriber
+from ecshare.router.http.connections import Answerer, Runner
+from ecshare.router.http.context import Events, RequestContext, Subscriber
+from ecshare.router.http.dispatch import Dispatcher, Handler, Routes
 from ecshare.router.http.drain import RequestsInFlight
-from ecshare.router.http.middleware import Origins, request_middleware
 from ecshare.router.http.responses import end_stream, ended_with, json_response
 from ecshare.router.media.identity import is_inline
 from ecshare.router.options.config import RouterConfig
 from ecshare.router.siblings import Siblings
 from ecshare.router.stages.pipeline import Pipeline
 from ecshare.router.telemetry.metrics import RouterMetrics, Sources
-from ecshare.router.telemetry.pages import Ask, Page, Pages, merged, shows_key
+from ecshare.router.telemetry.pages import Ask, Pages, merged, shows_key
 from ecshare.router.telemetry.requests import AccessLog, RecentRequests
 from ecshare.router.types import Stage
 
@@ -68,45 +68,32 @@ class Router:
             config, Sources(self.pools, self._memory, self.counts, config.status_key is not None)
         )
 
-    def application(self) -> web.Application:
-        """Return the web application. The pipeline lives as long as the application runs."""
-        middleware = request_middleware(self._config, self._memory, self._telemetry.events)
-        app = web.Application(middlewares=[middleware])
-        app.cleanup_ctx.append(self._with_pipeline)
-        for path in _READERS:
-            app.router.add_post(path, partial(self._serve, path))
-        app.router.add_get(MODELS, self._models)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/live", self._live)
-        app.router.add_get("/ready", self._ready)
-        pages = self._telemetry.pages(self._siblings, self._all_known, self._all_checked)
-        for path, handler in pages.items():
-            app.router.add_get(path, handler)
-        app.on_response_prepare.append(self._close_if_stopping)
-        if self._config.allow_origins:
-            app.on_response_prepare.append(Origins(self._config.allow_origins).mark)
-        paths = [resource.canonical for resource in app.router.resources()]
-        self._telemetry.expect(paths)
-        for path in paths:
-            handler = _without_slash  # nobody asks there: no series waits for it
-            app.router.add_route("*", path + "/", handler)
-        return app
+    def routes(self) -> Routes:
+        """Return who answers, by path and method."""
+        pages = {
+            MODELS: self._models,
+            "/health": self._health,
+            "/live": self._live,
+            "/ready": self._ready,
+            **self._telemetry.pages(self._siblings, self._all_known, self._all_checked),
+        }
+        return {
+            **{path: {"POST": self._serve} for path in _READERS},
+            **{path: {"GET": page, "HEAD": page} for path, page in pages.items()},
+        }
 
-    async def _close_if_stopping(self, http: web.Request, response: web.StreamResponse) -> None:
-        """Have clients open their next connection to another router."""
-        if self.in_flight.is_draining:
-            response.force_close()
-            response.headers["Connection"] = "close"  # aiohttp has set its headers before this
-
-    async def _with_pipeline(self, app: web.Application) -> AsyncIterator[None]:
-        events = self._telemetry.events
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Answerer]:
+        """Yield who answers all requests. The pipeline lives until the block ends."""
+        events, routes = self._telemetry.events, self.routes()
+        self._telemetry.expect(routes)
         self.client = EngineClient(self._config, self.pools, events, self._clock_s)
         self._pipeline = Pipeline(self._config, self.client, events, self._siblings, self._clock_s)
         self._lists = ModelLists(self.pools, self.client.models, self._clock_s)
         self._siblings.answer("known", lambda _: msgspec.json.encode(self.known()))
         await self._siblings.start()
         await self._fleet.start()
-        yield
+        yield Dispatcher(self._config, self._memory, events, self.in_flight, routes).answer
         await self._fleet.close()
         await self._siblings.close()
         await self._lists.close()
@@ -114,13 +101,12 @@ class Router:
         await self.client.close()
         await self._telemetry.close()
 
-    async def _serve(self, path: str, http: web.Request) -> web.StreamResponse:
+    async def _serve(self, context: RequestContext) -> web.StreamResponse:
         """Answer a request. Its answer counts until the client has taken it, all but a little at
         its end.
         """
-        context = http[CONTEXT]
         try:
-            answer = await self._in_time(path, context)
+            answer = await self._in_time(context)
         finally:
             context.release()
         body = answer.body if isinstance(answer, web.Response) else None
@@ -129,18 +115,18 @@ class Router:
         if isinstance(answer, web.Response) and context.answer is not None:
             return await ended_with(context, answer)  # the client has the head of a stream
         if not answer.prepared:
-            answer.headers.update(context.response_headers(answer.status))
+            context.complete(answer)
             context.answer = answer  # the client may leave meanwhile
             await answer.prepare(context.http)
         await answer.write_eof()
         return answer
 
-    async def _in_time(self, path: str, context: RequestContext) -> web.StreamResponse:
+    async def _in_time(self, context: RequestContext) -> web.StreamResponse:
         """Return the answer, streamed or not, within the overall deadline."""
         try:
             async with self.in_flight.begin(self._config.timeout_s) as deadline:
                 try:
-                    return await self._answer(path, context)
+                    return await self._answer(context)
                 finally:
                     self.in_flight.end(deadline)
         except TimeoutError as exc:
@@ -148,24 +134,24 @@ class Router:
                 raise self.in_flight.ending() from exc
             return await end_stream(context, self.in_flight.ending())
 
-    async def _answer(self, path: str, context: RequestContext) -> web.StreamResponse:
+    async def _answer(self, context: RequestContext) -> web.StreamResponse:
         body = await read_body(context.http, self._config, context.reservation, context.blobs)
-        client = _READERS[path](body, self._config.max_items)
+        client = _READERS[context.route](body, self._config.max_items)
         del body  # the decoded request takes several times the memory
         self._pipeline.retry_budget.note_request()
         model = await self._lists.resolve(client.model, context.headers)
         context.client = client if model in (None, client.model) else client.for_model(model)
         if not all(is_inline(item.source) for item in client.items):
             await self._lists.check_client(context.headers)
-        if path in SPLIT:
+        if context.route in SPLIT:
             return await self._pipeline.answer(context)
         return await self._pipeline.pass_on(context)
 
-    async def _models(self, http: web.Request) -> web.Response:
-        cards = await self._lists.cards(http[CONTEXT].headers)
+    async def _models(self, context: RequestContext) -> web.Response:
+        cards = await self._lists.cards(context.headers)
         return json_response(200, {"object": "list", "data": [*cards.values()]})
 
-    async def _health(self, http: web.Request) -> web.Response:
+    async def _health(self, context: RequestContext) -> web.Response:
         """Check all engines: 200 if every stage has one that answers, else 503.
 
         Only clients with the status key see where the engines are and what they do.
@@ -175,7 +161,7 @@ class Router:
         groups = [group for pool in self.pools.values() if (group := pool.serving())]
         complete = all(healthy.intersection(group) for group in groups)
         report: dict[str, Any] = {"status": "ok" if complete else "incomplete"}
-        if shows_key(self._config.status_key, http):
+        if shows_key(self._config.status_key, context.http):
             known = await self._all_known(reports)
             report |= {"stages": known["engines"], **known["counts"]}
         else:
@@ -185,11 +171,11 @@ class Router:
                 stages.setdefault(engine.stage, []).append(shown)
         return json_response(200 if complete else 503, report)
 
-    async def _live(self, http: web.Request) -> web.Response:
+    async def _live(self, context: RequestContext) -> web.Response:
         """Answer 200 as long as the process serves: a restart would not help otherwise."""
         return json_response(200, {"status": "live"})
 
-    async def _ready(self, http: web.Request) -> web.Response:
+    async def _ready(self, context: RequestContext) -> web.Response:
         """Answer 200 if a request could be answered now, else 503 with the reason."""
         obstacle = await self._obstacle()
         if obstacle is None:
@@ -254,7 +240,7 @@ class Telemetry:
             subscribers.append(AccessLog())
         self.events = Events(subscribers)
 
-    def pages(self, siblings: Siblings, known: Ask, checked: Ask) -> Mapping[str, Page]:
+    def pages(self, siblings: Siblings, known: Ask, checked: Ask) -> Mapping[str, Handler]:
         """Return the pages for operators, by path. See `Pages`."""
         return Pages(self._key, self._metrics, self._recent, siblings, known, checked).routes()
 
@@ -269,22 +255,11 @@ class Telemetry:
             await self._spans.close()
 
 
-async def _without_slash(http: web.Request) -> web.StreamResponse:
-    """Send a client whose path ends with a slash to the one without, as vLLM does."""
-    path, mark, query = http.path_qs.partition("?")
-    location = path.removesuffix("/") + mark + query
-    return web.Response(status=307, headers={hdrs.LOCATION: location})
-
-
 def make_runner(router: Router, config: RouterConfig) -> Runner:
     """Return the server; it does not listen yet."""
     return Runner(
-        router.application(),
+        router.running,
         config.client_timeout_s,
         config.max_connections,
-        # A client that disconnects cancels its request, and with it all calls to engines.
-        handler_cancellation=True,
-        auto_decompress=False,  # see bodies.py
-        access_log=None,
         shutdown_timeout=_SHUTDOWN_S,
     )

@@ -25,7 +25,7 @@ from ecshare.router.api.client_request import (
     Media,
 )
 from ecshare.router.api.errors import ApiError
-from ecshare.router.http.middleware import request_id
+from ecshare.router.http.dispatch import request_id
 from ecshare.router.media.identity import identity, inline_url, is_inline
 from ecshare.router.options.engines import engine_url
 from ecshare.router.stages import plan

@@ -16,7 +16,7 @@ from ecshare.router.api.chat import CHAT
 from ecshare.router.api.client_request import MEDIA_FIELDS, TRANSFER_FIELDS, turns_of
 from ecshare.router.api.endpoints import PASSED_ON, SPLIT
 from ecshare.router.api.errors import ApiError, error_body, restated
-from ecshare.router.http.middleware import dialect_of
+from ecshare.router.http.dispatch import dialect_of
 from ecshare.router.stages import plan
 from ecshare.router.stages.plan import prompt_work
 from tests.fuzz.running import fuzzed

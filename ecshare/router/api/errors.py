@@ -40,6 +40,9 @@ class ApiError(Exception):
     `reason` is for the log alone, as it may name our hosts.
     """
 
+    allow: str = ""
+    """The methods that the path takes, if it does not take the request's."""
+
     def __init__(  # noqa: PLR0913 — the fields of OpenAI's errors
         self,
         status: int,

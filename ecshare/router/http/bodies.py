@@ -101,9 +101,12 @@ _ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/="
 _OTHERS = bytes(byte not in _ALPHABET for byte in range(256))
 """A translation that leaves 0 of a character of base64, and 1 of any other byte."""
 _OTHER = b"\1"
+_QUOTE = b'"'
 _BLOCK_BYTES = 16 * 1024
 """A run is found if it covers a whole block, so every run of twice this size is found."""
-_BLOCKS_AT_ONCE = 64
+_MOST_BYTES = 16 * _BLOCK_BYTES
+"""So much is decoded at once."""
+_STEPS_AT_ONCE = 64
 _LONGEST_ESCAPE = 5
 """How many characters of an escape such as backslash u0041 may look like base64."""
 _DIGITS = 6
@@ -124,10 +127,9 @@ class Blobs:
         self._texts.append(memoryview(text))
         return name
 
-    async def extract(self, body: bytearray) -> bytes | bytearray:
-        """Return the JSON in `body` with placeholders instead of its long texts.
-
-        Keeps views of `body`, which must not change any more.
+    async def extract(self, body: bytes) -> bytes:
+        """Return the JSON in `body` with placeholders instead of its long texts, and keep views of
+        `body`.
         """
         if len(body) < _BLOCK_BYTES:  # it has no run that would be found
             return body
@@ -199,45 +201,61 @@ class Payload:
         return self._bulk.pieces(self._json)
 
 
-async def _runs(body: bytearray) -> AsyncIterator[tuple[int, int]]:
+async def _runs(body: bytes) -> AsyncIterator[tuple[int, int]]:
     """Yield the offsets of the first and the last whole block of each run."""
     first: int | None = None
-    for start in range(0, len(body), _BLOCK_BYTES):
-        if start and start // _BLOCK_BYTES % _BLOCKS_AT_ONCE == 0:
+    start = doubted = num_steps = 0
+    while start < len(body):
+        num_steps += 1
+        if num_steps % _STEPS_AT_ONCE == 0:
             await asyncio.sleep(0)
-        block = body[start : start + _BLOCK_BYTES]
-        if len(block) == _BLOCK_BYTES and _is_base64(block):
+        end = min(start + (_BLOCK_BYTES if start < doubted else _MOST_BYTES), len(body))
+        quote = body.find(_QUOTE, start, end)
+        size = ((end if quote < 0 else quote) - start) // _BLOCK_BYTES * _BLOCK_BYTES
+        if size and not _is_base64(body, start, size):
+            if size > _BLOCK_BYTES:
+                doubted = start + size  # up to there it is looked at block by block
+                continue
+            size = 0
+        if size:
             first = start if first is None else first
         elif first is not None:
             yield first, start - _BLOCK_BYTES
             first = None
+        start += size or _BLOCK_BYTES
     if first is not None:
-        yield first, (len(body) // _BLOCK_BYTES - 1) * _BLOCK_BYTES
+        yield first, start - _BLOCK_BYTES
 
 
-def _is_base64(block: bytes | bytearray) -> bool:
-    """Tell whether a block has no other character. To decode it takes a tenth of the time that a
-    look at each character takes, which decides where it has padding in the middle.
+def _is_base64(body: bytes, start: int, size: int) -> bool:
+    """Tell whether whole blocks have no other character. To decode them takes a tenth of the time
+    that a look at each character takes, which decides where one has padding in the middle.
     """
+    end = start + size
     try:
-        pybase64.b64decode(block, validate=True)
+        pybase64.b64decode(memoryview(body)[start:end], validate=True)
     except ValueError:
-        return _OTHER not in block.translate(_OTHERS)
+        return size == _BLOCK_BYTES and _OTHER not in _marked(body, start, end)
     return True
 
 
-def _start(body: bytearray, block: int) -> int:
+def _start(body: bytes, block: int) -> int:
     """Return where the run that covers `block` begins. It does not cover the block before."""
     before = max(block - _BLOCK_BYTES, 0)
-    return before + 1 + body[before:block].translate(_OTHERS).rfind(_OTHER)
+    return before + 1 + _marked(body, before, block).rfind(_OTHER)
 
 
-def _end(body: bytearray, block: int) -> int:
+def _end(body: bytes, block: int) -> int:
     """Return where the run that covers `block` ends. It does not cover the block after."""
     start = block + _BLOCK_BYTES
-    after = body[start : start + _BLOCK_BYTES].translate(_OTHERS)
+    after = _marked(body, start, start + _BLOCK_BYTES)
     end = after.find(_OTHER)
     return start + (len(after) if end < 0 else end)
+
+
+def _marked(body: bytes, start: int, end: int) -> bytearray:
+    """Return a part with all characters marked that are no base64."""
+    return bytearray(memoryview(body)[start:end]).translate(_OTHERS)  # bytes' own takes longer
 
 
 # --- what clients send ---
@@ -257,11 +275,13 @@ _SEPARATOR_COST = 100
 """Bytes of memory for each value. A separator precedes every value of a list or an object; an empty
 object takes 80 bytes."""
 _COUNTED_AT_ONCE = MIB
+_CHUNK_COST = 64
+"""Bytes of memory for each part in which a body arrives, besides its own."""
 
 
 async def read_body(
-    http: web.Request, config: RouterConfig, reservation: Reservation, blobs: Blobs
-) -> bytes | bytearray:
+    http: web.BaseRequest, config: RouterConfig, reservation: Reservation, blobs: Blobs
+) -> bytes:
     """Return the body's JSON as UTF-8, with its long base64 texts moved to `blobs`.
 
     The memory that the body needs is taken from `reservation`.
@@ -287,7 +307,7 @@ async def read_body(
     return json
 
 
-def _as_utf8(body: bytearray, reservation: Reservation) -> bytearray:
+def _as_utf8(body: bytes, reservation: Reservation) -> bytes:
     """Return JSON of any encoding that vLLM reads: UTF-8, with a byte order mark or without,
     UTF-16 and UTF-32.
 
@@ -298,19 +318,18 @@ def _as_utf8(body: bytearray, reservation: Reservation) -> bytearray:
     if encoding == "utf-8":
         return body
     if encoding == "utf-8-sig":
-        del body[: len(BOM_UTF8)]
-        return body
+        return body[len(BOM_UTF8) :]
     if len(body) > _MAX_TEXT_BYTES:
         message = f"A body in {encoding} must not be larger than {_MAX_TEXT_BYTES // MIB} MiB."
         raise ApiError(413, message, code="request_too_large")
     reservation.take(len(body) * _DECODED_COST)
     try:
-        return bytearray(body.decode(encoding).encode())
+        return body.decode(encoding).encode()
     except UnicodeError as exc:
         raise ApiError(400, f"The body is not valid {encoding}.") from exc
 
 
-def _num_separators(json: bytes | bytearray) -> int:
+def _num_separators(json: bytes) -> int:
     """Return an upper bound on the number of values in the JSON.
 
     Separators inside strings count too, which keeps it fast. A prompt with that many fits no model.
@@ -328,33 +347,36 @@ def _num_separators(json: bytes | bytearray) -> int:
     return number
 
 
-async def _received(http: web.Request, config: RouterConfig, reservation: Reservation) -> bytearray:
+async def _received(http: web.BaseRequest, config: RouterConfig, reservation: Reservation) -> bytes:
     length = http.content_length
     if length is not None:
         if length > config.max_body_bytes:
             raise too_large(config)
         reservation.expect(length)  # refuse at once rather than half-way
-    body = bytearray()
+    chunks: list[bytes] = []
+    num_bytes = 0
 
     def add(chunk: bytes) -> None:
-        reservation.take(len(chunk))
-        body.extend(chunk)
-        if len(body) > config.max_body_bytes:
+        nonlocal num_bytes
+        reservation.take(len(chunk) + _CHUNK_COST)
+        chunks.append(chunk)
+        num_bytes += len(chunk)
+        if num_bytes > config.max_body_bytes:
             raise too_large(config)
 
     if http.content.is_eof():  # it has come with its head: no time limit is needed
         add(http.content.read_nowait())
-        return body
+        return chunks[0]
     try:
         async with asyncio.timeout(config.client_timeout_s) as deadline:
             latest_s = deadline.when() or 0.0
             while chunk := await http.content.readany():
                 add(chunk)
-                if len(body) != length:
-                    deadline.reschedule(latest_s + len(body) / SLOWEST_BYTES_A_S)
+                if num_bytes != length:
+                    deadline.reschedule(latest_s + num_bytes / SLOWEST_BYTES_A_S)
     except TimeoutError as exc:
         raise ApiError(408, "The body came too slowly.", code="body_timeout") from exc
-    return body
+    return b"".join(chunks)  # no other way to collect them copies as little
 
 
 def too_large(config: RouterConfig) -> ApiError:

@@ -4,19 +4,21 @@
 import asyncio
 import logging
 import resource
-from contextlib import suppress
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from http import HTTPStatus
 from typing import Any, cast
 
 import msgspec
 from aiohttp import HttpVersion11, StreamReader, hdrs, web
 from aiohttp.http_exceptions import LineTooLong
-from multidict import CIMultiDict, CIMultiDictProxy
 
 from ecshare.router.api.errors import ApiError
 from ecshare.router.http.bodies import SLOWEST_BYTES_A_S
 
 logger = logging.getLogger(__name__)
+
+Answerer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 _DESCRIPTORS_A_CLIENT = 4
 """Its own connection, one to an engine, one to a media server, and one in reserve: hundreds may be
@@ -46,8 +48,8 @@ def fitting_connections(max_connections: int, open_files: int) -> int:
     return min(max_connections, open_files // _DESCRIPTORS_A_CLIENT)
 
 
-class Runner(web.AppRunner):
-    """Runs an application over connections that are limited in number and in time.
+class Runner(web.BaseRunner):
+    """Serves over connections that are limited in number and in time.
 
     A connection is closed if it sends no complete request head within `client_timeout_s`, counted
     from its opening or its last answer, or if it takes nothing of its answer for that long, or
@@ -56,59 +58,52 @@ class Runner(web.AppRunner):
     """
 
     def __init__(
-        self, app: web.Application, client_timeout_s: float, max_connections: int, **kwargs: Any
+        self,
+        running: Callable[[], AbstractAsyncContextManager[Answerer]],
+        client_timeout_s: float,
+        max_connections: int,
+        *,
+        shutdown_timeout: float,
     ) -> None:
-        """`kwargs` are passed to web.AppRunner."""
-        super().__init__(
-            app,
-            keepalive_timeout=client_timeout_s,
-            max_line_size=_MAX_TARGET_BYTES,
-            max_field_size=_MAX_HEADER_BYTES,
-            max_headers=_MAX_HEADERS,
-            **kwargs,
-        )
+        """`running` is entered by `setup`, and left by `cleanup`."""
+        super().__init__(shutdown_timeout=shutdown_timeout)
+        self._running = running
         self._client_timeout_s = client_timeout_s
         self._max_connections = max_connections
+        self._stack = AsyncExitStack()
 
     async def _make_server(self) -> web.Server:
-        made = await super()._make_server()
-        return _Server(made, self._client_timeout_s, self._max_connections, self._kwargs)
+        answer = await self._stack.enter_async_context(self._running())
+        return _Server(answer, self._client_timeout_s, self._max_connections)
+
+    async def shutdown(self) -> None:
+        """See the base class."""
+
+    async def _cleanup_server(self) -> None:
+        await self._stack.aclose()
 
 
 class _Server(web.Server):
-    """Creates connections; in all else like its template."""
+    """Creates connections."""
 
-    def __init__(
-        self,
-        template: web.Server,
-        write_timeout_s: float,
-        max_connections: int,
-        options: dict[str, Any],
-    ) -> None:
-        super().__init__(
-            template.request_handler,
-            request_factory=self._request,
-            handler_cancellation=template.handler_cancellation,
-        )
-        self.write_timeout_s = write_timeout_s
+    def __init__(self, answer: Answerer, client_timeout_s: float, max_connections: int) -> None:
+        # A client that disconnects cancels its request, and with it all calls to engines.
+        super().__init__(answer, request_factory=self._request, handler_cancellation=True)
+        self.client_timeout_s = client_timeout_s
         self.max_connections = max_connections
         self.unused: dict[web.RequestHandler, None] = {}
         """Connections that have sent no request yet, the oldest first."""
-        self._make = template.request_factory
-        self._options = {
-            name: value for name, value in options.items() if name != "handler_cancellation"
-        }
 
     def __call__(self) -> web.RequestHandler:
-        return _Connection(self, self._options)
+        return _Connection(self)
 
     def _request(
         self, message: Any, payload: Any, protocol: web.RequestHandler, *more: Any
     ) -> web.BaseRequest:
         self.unused.pop(protocol, None)
         if hdrs.EXPECT in message.headers:
-            message = _expecting_nothing(message, protocol.transport)
-        return self._make(message, payload, protocol, *more)
+            _expect(message, protocol.transport)
+        return self._make_request(message, payload, protocol, *more)
 
     def admit(self) -> bool:
         """Tell whether one more connection is admitted. May close an unused one to make room."""
@@ -127,8 +122,17 @@ class _Server(web.Server):
 class _Connection(web.RequestHandler):
     """One client's connection. Belongs to the event loop's thread."""
 
-    def __init__(self, server: _Server, options: dict[str, Any]) -> None:
-        super().__init__(server, loop=asyncio.get_running_loop(), **options)
+    def __init__(self, server: _Server) -> None:
+        super().__init__(
+            server,
+            loop=asyncio.get_running_loop(),
+            keepalive_timeout=server.client_timeout_s,
+            max_line_size=_MAX_TARGET_BYTES,
+            max_field_size=_MAX_HEADER_BYTES,
+            max_headers=_MAX_HEADERS,
+            auto_decompress=False,  # see bodies.py
+            access_log=cast(Any, None),  # its type does not tell that there may be none
+        )
         self._server = server
         self._body: StreamReader | None = None
         """Of the last request whose head is whole."""
@@ -166,7 +170,7 @@ class _Connection(web.RequestHandler):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._unsent_bytes = self._count_unsent()
-        most_s = self._server.write_timeout_s + self._unsent_bytes / SLOWEST_BYTES_A_S
+        most_s = self._server.client_timeout_s + self._unsent_bytes / SLOWEST_BYTES_A_S
         self._latest_s = asyncio.get_running_loop().time() + most_s
         self._look_later()
 
@@ -186,7 +190,7 @@ class _Connection(web.RequestHandler):
 
     def _look_later(self) -> None:
         loop = asyncio.get_running_loop()
-        self._writing = loop.call_later(self._server.write_timeout_s, self._look)
+        self._writing = loop.call_later(self._server.client_timeout_s, self._look)
 
     def _look(self) -> None:
         """Close the connection unless the client has taken a part of the answer since last time."""
@@ -228,19 +232,13 @@ class _Connection(web.RequestHandler):
         return response
 
 
-def _expecting_nothing(message: Any, transport: asyncio.Transport | None) -> Any:
-    """Return the head of a request without `Expect`, and tell a client that waits for 100 Continue
-    to send its body.
-
-    aiohttp's own handler, which unknown paths have whatever ours do, refuses other expectations
-    with plain text, and fails on malformed ones. vLLM takes any.
+def _expect(message: Any, transport: asyncio.Transport | None) -> None:
+    """Tell a client that waits for 100 Continue to send its body. Of other expectations nothing
+    comes, as with vLLM.
     """
     waits = message.headers[hdrs.EXPECT].lower() == "100-continue"
     if waits and message.version >= HttpVersion11 and transport is not None:
         transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    headers = CIMultiDict(message.headers)
-    del headers[hdrs.EXPECT]
-    return message._replace(headers=CIMultiDictProxy(headers))
 
 
 def _of_head(exc: BaseException | None) -> ApiError:

@@ -18,6 +18,7 @@ from ecshare.router.api.errors import (
     RefusalError,
 )
 from ecshare.router.http.bodies import Blobs, Reservation
+from ecshare.router.http.drain import RequestsInFlight
 from ecshare.router.types import Stage, Work
 
 MAX_CALLS = 100
@@ -56,15 +57,18 @@ class RequestContext:
     Times are those of `time.monotonic`.
     """
 
-    http: web.Request
+    http: web.BaseRequest
     request_id: str
     dialect: Dialect
     """In which the client is told of errors."""
     route: str
     """The path of the route, `none` if there is none. It has nothing of a client's own path."""
     reservation: Reservation
+    in_flight: RequestsInFlight
     headers: dict[str, str] = field(default_factory=dict)
     """Sent to the engines with the request."""
+    marks: dict[str, str] = field(default_factory=dict)
+    """Sent to the client with any answer."""
     began_s: float = field(default_factory=time.monotonic)
     at_s: float = field(default_factory=time.time)
     """When it came, in seconds since the epoch."""
@@ -136,14 +140,18 @@ class RequestContext:
         self.avoided.clear()
         self.new_media.clear()
 
-    def response_headers(self, status: int) -> dict[str, str]:
-        """Return the response headers as far as they are known now.
+    def complete(self, answer: web.StreamResponse) -> None:
+        """Add all that the head of an answer has besides, as far as it is known now."""
+        answer.headers.update(self._response_headers(answer.status))
+        if self.in_flight.is_draining:
+            answer.force_close()  # clients open their next connection to another router
 
-        With an error they do not tell what was done, or was known before: engines may have refused
-        the client.
+    def _response_headers(self, status: int) -> dict[str, str]:
+        """Those of an error do not tell what was done, or was known before: engines may have
+        refused the client.
         """
         # Hides the name and version of the HTTP library.
-        shown = {"Server": "ecshare", "x-request-id": self.request_id}
+        shown = {"Server": "ecshare", "x-request-id": self.request_id, **self.marks}
         if not 200 <= status < 300:
             return shown
         if self.path:
@@ -154,9 +162,6 @@ class RequestContext:
             times = (f"{stage};dur={spent * 1000:.1f}" for stage, spent in self.seconds.items())
             shown["Server-Timing"] = ", ".join(times)
         return shown
-
-
-CONTEXT: web.RequestKey[RequestContext] = web.RequestKey("context", RequestContext)
 
 
 class Subscriber:

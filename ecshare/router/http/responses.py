@@ -16,7 +16,6 @@ from ecshare.router.api.errors import (
     error_of,
     restated,
 )
-from ecshare.router.http.bodies import too_large
 from ecshare.router.http.context import RequestContext
 from ecshare.router.options.config import RouterConfig
 
@@ -92,8 +91,6 @@ def answer_to_error(
         case EngineError():
             logger.warning("request %s: %s", context.request_id, error)
             shown = unavailable(error, config)
-        case web.HTTPException():
-            shown = _of_http(error, context.http, config)
         case web.RequestPayloadError():
             shown = ApiError(400, "The body cannot be read.")
         case _:
@@ -101,26 +98,13 @@ def answer_to_error(
             shown = ApiError(500, "The router failed.", code="internal_error")
     context.error = shown.kind
     response = json_response(shown.status, error_body(context.dialect, shown))
-    if isinstance(error, web.HTTPMethodNotAllowed):
-        response.headers[hdrs.ALLOW] = error.headers[hdrs.ALLOW]
+    if shown.allow:
+        response.headers[hdrs.ALLOW] = shown.allow
     if shown.retry_after_s is not None:
         response.headers["Retry-After"] = str(max(1, round(shown.retry_after_s)))
     return response
 
 
-def _of_http(error: web.HTTPException, request: web.Request, config: RouterConfig) -> ApiError:
-    match error.status:
-        case 404:
-            return ApiError(404, f"There is no {shown_path(request)}.", code="unknown_url")
-        case 405:
-            message = f"{shown_path(request)} does not take {request.method}."
-            return ApiError(405, message, code="wrong_method")
-        case 413:
-            return too_large(config)
-        case _:
-            return ApiError(error.status, error.reason)
-
-
-def shown_path(request: web.Request) -> str:
+def shown_path(request: web.BaseRequest) -> str:
     """Return the start of a request's raw path: the decoded one may contain line breaks."""
     return request.rel_url.raw_path[:_MAX_SHOWN_CHARS]

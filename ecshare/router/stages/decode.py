@@ -170,7 +170,8 @@ async def _begun(context: RequestContext, content_type: str) -> web.StreamRespon
             "Cache-Control": "no-cache",
             "X-Accel-Buffering": "no",  # nginx would hold the events back
         }
-        context.answer = web.StreamResponse(headers=headers | context.response_headers(200))
+        context.answer = web.StreamResponse(headers=headers)
+        context.complete(context.answer)
         await context.answer.prepare(context.http)
     return context.answer
 

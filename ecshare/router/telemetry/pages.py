@@ -21,14 +21,14 @@ import msgspec
 from aiohttp import hdrs, web
 
 from ecshare.router.api.errors import ApiError
-from ecshare.router.http.context import CONTEXT
+from ecshare.router.http.context import RequestContext
+from ecshare.router.http.dispatch import Handler
 from ecshare.router.http.responses import json_response
 from ecshare.router.options.values import Secret
 from ecshare.router.siblings import Siblings
 from ecshare.router.telemetry.metrics import RouterMetrics
 from ecshare.router.telemetry.requests import RecentRequests
 
-Page = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Ask = Callable[[], Awaitable[Mapping[str, Any]]]
 
 _MAX_REQUESTS = 100
@@ -63,7 +63,7 @@ class Pages:
         siblings.answer("metrics", lambda accept: metrics.exposed(accept)[0])
         siblings.answer("requests", lambda _: msgspec.json.encode(recent.shown()))
 
-    def routes(self) -> Mapping[str, Page]:
+    def routes(self) -> Mapping[str, Handler]:
         """Return the pages, by path."""
         return {
             "/metrics": self._show_metrics,
@@ -72,26 +72,26 @@ class Pages:
             "/dashboard/data": self._show_dashboard_data,
         }
 
-    async def _show_metrics(self, http: web.Request) -> web.StreamResponse:
+    async def _show_metrics(self, context: RequestContext) -> web.StreamResponse:
         """Answer with the metrics in Prometheus's format.
 
         If there is a status key, only those who send it get them, and engines' urls are among them.
         """
-        if self._key is not None and not shows_key(self._key, http):
-            return self._refused(http)
-        accept = " ".join(http.headers.get(hdrs.ACCEPT, "").split())
+        if self._key is not None and not shows_key(self._key, context.http):
+            return self._refused(context)
+        accept = " ".join(context.http.headers.get(hdrs.ACCEPT, "").split())
         body, content_type = self._metrics.exposed(accept)
         if self._siblings.are_there:
             theirs = await self._siblings.ask("metrics", accept)
             body = by_worker({self._siblings.number: body, **dict(theirs)})
         return web.Response(body=body, headers={hdrs.CONTENT_TYPE: content_type})
 
-    async def _show_status(self, http: web.Request) -> web.StreamResponse:
+    async def _show_status(self, context: RequestContext) -> web.StreamResponse:
         """Answer with what the router knows, to those who send the status key. No engine is
         asked.
         """
-        if not shows_key(self._key, http):
-            return self._refused(http)
+        if not shows_key(self._key, context.http):
+            return self._refused(context)
         known = await self._known()
         told = {
             "draining": known["draining"],
@@ -105,14 +105,14 @@ class Pages:
         }
         return json_response(200, told)
 
-    async def _show_dashboard(self, http: web.Request) -> web.StreamResponse:
+    async def _show_dashboard(self, context: RequestContext) -> web.StreamResponse:
         """Answer with the page, which holds no data."""
         return web.Response(text=page(), headers=page_headers())
 
-    async def _show_dashboard_data(self, http: web.Request) -> web.StreamResponse:
+    async def _show_dashboard_data(self, context: RequestContext) -> web.StreamResponse:
         """Answer with what the page shows, to those who send the status key."""
-        if not shows_key(self._key, http):
-            return self._refused(http)
+        if not shows_key(self._key, context.http):
+            return self._refused(context)
         known = await self._checked()
         requests = self._recent.shown()
         for _, theirs in await self._siblings.ask("requests"):
@@ -128,16 +128,16 @@ class Pages:
         response.headers[hdrs.CACHE_CONTROL] = "no-store"
         return response
 
-    def _refused(self, http: web.Request) -> web.Response:
+    def _refused(self, context: RequestContext) -> web.Response:
         reason = _NO_KEY if self._key is None else _WRONG_KEY
         error = ApiError(401, reason, code="status_key_needed")
-        http[CONTEXT].error = error.kind
+        context.error = error.kind
         response = json_response(error.status, error.body())
         response.headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
         return response
 
 
-def shows_key(key: Secret | None, http: web.Request) -> bool:
+def shows_key(key: Secret | None, http: web.BaseRequest) -> bool:
     """Return whether a request carries the status key."""
     return key is not None and key.matches(http.headers.get(hdrs.AUTHORIZATION))
 

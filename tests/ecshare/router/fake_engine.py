@@ -161,7 +161,7 @@ def asked(engines: list[FakeEngine]) -> list[int]:
 
 
 @asynccontextmanager
-async def listening_on(runner: web.AppRunner, host: str = "127.0.0.1") -> AsyncIterator[str]:
+async def listening_on(runner: web.BaseRunner, host: str = "127.0.0.1") -> AsyncIterator[str]:
     """Serve what a runner runs on a socket of its own; yields its url."""
     await runner.setup()
     try:

@@ -15,6 +15,7 @@ from ecshare.router.api.chat import CHAT
 from ecshare.router.api.errors import Dialect
 from ecshare.router.http.bodies import Blobs, MemoryBudget, Payload, Reservation
 from ecshare.router.http.context import RequestContext
+from ecshare.router.http.drain import RequestsInFlight
 from ecshare.router.media.identity import identity
 from tests.ecshare.router.bodies import chat, data_url, picture
 from tests.ecshare.router.fake_engine import fleet
@@ -27,7 +28,7 @@ BREAKS = ("", ",", ":", "\\n", "\\/", "\\\\", '\\"', "\\u0041", "\\u002b", "é",
 async def through(body: str) -> int:
     """Check that what is sent of a body is what came, and return the bytes that are decoded."""
     blobs = Blobs()
-    short = await blobs.extract(bytearray(body.encode()))
+    short = await blobs.extract(body.encode())
     payload = Payload(blobs, msgspec.json.decode(short))
     whole = b"".join(payload.pieces())
     assert payload.num_bytes == len(whole)
@@ -93,7 +94,7 @@ def test_names_are_secret_and_texts_go_when_they_are_let_go_of() -> None:
 
 def test_texts_go_with_their_request_however_slowly_its_answer_is_read() -> None:
     http, memory = make_mocked_request("POST", CHAT), Reservation(MemoryBudget(1))
-    context = RequestContext(http, "an id", Dialect.OPENAI, CHAT, memory)
+    context = RequestContext(http, "an id", Dialect.OPENAI, CHAT, memory, RequestsInFlight())
     held = bytearray(b"QUJD")
     context.blobs.add(held)
     context.release()

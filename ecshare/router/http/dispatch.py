@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all requests go through: a context, CORS, errors as answers, the events of telemetry."""
+"""What all requests go through: a context, CORS, a route, errors as answers, telemetry's events."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from random import getrandbits
 
 from aiohttp import hdrs, web
-from aiohttp.typedefs import Handler, Middleware
 from multidict import CIMultiDictProxy
 
 from ecshare.router.api.errors import ApiError, Dialect
 from ecshare.router.http.bodies import MemoryBudget, Reservation
-from ecshare.router.http.context import CONTEXT, Events, RequestContext
-from ecshare.router.http.responses import answer_to_error, ended_with
+from ecshare.router.http.context import Events, RequestContext
+from ecshare.router.http.drain import RequestsInFlight
+from ecshare.router.http.responses import answer_to_error, ended_with, shown_path
 from ecshare.router.options.config import RouterConfig
 from ecshare.router.options.values import ANY_ORIGIN
+
+Handler = Callable[[RequestContext], Awaitable[web.StreamResponse]]
+Routes = Mapping[str, Mapping[str, Handler]]
+"""Who answers, by path and method."""
 
 FORWARDED = (
     "Authorization",
@@ -33,46 +37,93 @@ _METHODS = "GET, POST, HEAD, OPTIONS"
 _KEPT_S = "600"
 
 
-def request_middleware(config: RouterConfig, memory: MemoryBudget, events: Events) -> Middleware:
-    """Return the middleware for all requests, including those that match no route."""
-    origins = Origins(config.allow_origins)
-    names = (*FORWARDED, *config.forward_headers)
+class Dispatcher:
+    """Has each request answered, also where nothing is at its path. Belongs to the event loop's
+    thread.
+    """
 
-    @web.middleware
-    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        context = request[CONTEXT] = _begin(request, memory)
-        events.request_began(context)
+    def __init__(
+        self,
+        config: RouterConfig,
+        memory: MemoryBudget,
+        events: Events,
+        in_flight: RequestsInFlight,
+        routes: Routes,
+    ) -> None:
+        self._config = config
+        self._memory = memory
+        self._events = events
+        self._in_flight = in_flight
+        self._routes = routes
+        self._origins = Origins(config.allow_origins)
+        self._forwarded = (*FORWARDED, *config.forward_headers)
+
+    async def answer(self, http: web.BaseRequest) -> web.StreamResponse:
+        """Return the answer to a request; its head may have been sent."""
+        context = self._begin(http)
+        self._events.request_began(context)
         response: web.StreamResponse | None = None
         try:
-            context.headers |= forwarded(request.headers, names)
-            if request.method == hdrs.METH_OPTIONS:
-                response = origins.answer_preflight(request)
+            context.headers |= forwarded(http.headers, self._forwarded)
+            if http.method == hdrs.METH_OPTIONS:
+                response = self._origins.answer_preflight(http)
             if response is None:
-                response = await handler(request)
+                response = await self._handler(context)(context)
         except ConnectionResetError:
             if context.answer is None:
                 raise
             response = context.answer  # the client disconnected during a stream
         except Exception as error:  # noqa: BLE001 — whatever it is, the client gets JSON
-            response = await ended_with(context, answer_to_error(context, error, config))
+            response = await ended_with(context, answer_to_error(context, error, self._config))
         finally:
             context.status = None if response is None else response.status
             context.reservation.release()
-            events.request_ended(context)
-            del request[CONTEXT]  # each refers to the other: that cycle would keep the answer
+            self._events.request_ended(context)
         if not response.prepared:
-            response.headers.update(context.response_headers(response.status))
+            context.complete(response)
         return response
 
-    return middleware
+    def _begin(self, http: web.BaseRequest) -> RequestContext:
+        own_id = request_id(http.headers)
+        path = http.rel_url.raw_path
+        is_known = path in self._routes or path.removesuffix("/") in self._routes
+        return RequestContext(
+            http=http,
+            request_id=own_id,
+            dialect=dialect_of(path),
+            route=path if is_known else _NO_ROUTE,
+            reservation=Reservation(self._memory),
+            in_flight=self._in_flight,
+            headers={"X-Request-Id": own_id},
+            marks=self._origins.marks(http),
+        )
+
+    def _handler(self, context: RequestContext) -> Handler:
+        """Return who answers.
+
+        Raises:
+            ApiError: nobody does (404), or nobody with this method (405).
+        """
+        methods = self._routes.get(context.route)
+        if methods is None:
+            if context.route != _NO_ROUTE:
+                return _without_slash
+            message = f"There is no {shown_path(context.http)}."
+            raise ApiError(404, message, code="unknown_url")
+        handler = methods.get(context.http.method)
+        if handler is None:
+            message = f"{shown_path(context.http)} does not take {context.http.method}."
+            error = ApiError(405, message, code="wrong_method")
+            error.allow = ",".join(methods)
+            raise error
+        return handler
 
 
-def _begin(http: web.Request, memory: MemoryBudget) -> RequestContext:
-    own_id = request_id(http.headers)
-    resource = http.match_info.route.resource
-    route = _NO_ROUTE if resource is None else resource.canonical
-    headers = {"X-Request-Id": own_id}
-    return RequestContext(http, own_id, dialect_of(http.path), route, Reservation(memory), headers)
+async def _without_slash(context: RequestContext) -> web.StreamResponse:
+    """Send a client whose path ends with a slash to the one without, as vLLM does."""
+    path, mark, query = context.http.path_qs.partition("?")
+    location = path.removesuffix("/") + mark + query
+    return web.Response(status=307, headers={hdrs.LOCATION: location})
 
 
 def dialect_of(path: str) -> Dialect:
@@ -116,7 +167,7 @@ class Origins:
     def __init__(self, allowed: tuple[str, ...]) -> None:
         self._allowed = frozenset(allowed)
 
-    def answer_preflight(self, http: web.Request) -> web.Response | None:
+    def answer_preflight(self, http: web.BaseRequest) -> web.Response | None:
         """Return the answer to a browser that asks with OPTIONS what it may send; None: it asks
         something else.
 
@@ -138,15 +189,17 @@ class Origins:
             headers[hdrs.ACCESS_CONTROL_ALLOW_HEADERS] = wanted
         return web.Response(text="OK", headers=headers)
 
-    async def mark(self, http: web.Request, response: web.StreamResponse) -> None:
-        """Mark an answer, before it is sent, as one that the page may read."""
+    def marks(self, http: web.BaseRequest) -> dict[str, str]:
+        """Return the headers that tell a browser whether the page may read the answer."""
+        if not self._allowed:
+            return {}
         shown = self._shown(http)
-        if shown is not None:
-            response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = shown
+        marks: dict[str, str] = {} if shown is None else {hdrs.ACCESS_CONTROL_ALLOW_ORIGIN: shown}
         if ANY_ORIGIN not in self._allowed:
-            response.headers[hdrs.VARY] = hdrs.ORIGIN  # a cache must not mix them up
+            marks[hdrs.VARY] = hdrs.ORIGIN  # a cache must not mix them up
+        return marks
 
-    def _shown(self, http: web.Request) -> str | None:
+    def _shown(self, http: web.BaseRequest) -> str | None:
         origin = http.headers.get(hdrs.ORIGIN)
         if origin is None:
             return None
