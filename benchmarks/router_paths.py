@@ -20,7 +20,8 @@ from pathlib import Path
 from aiohttp import web
 
 from benchmarks.trace_paths import Trace, show
-from ecshare.router.app import Router, make_runner
+from ecshare.router.app import Router
+from ecshare.router.http.connections import Runner
 from ecshare.router.options.config import RouterConfig
 from ecshare.router.types import Stage
 from lab.completions import AGAIN, KNOWN, NEW, TEXT, Requests
@@ -37,7 +38,7 @@ async def paths(folder: Path) -> dict[str, Trace]:
         engines = [stack.enter_context(StandIn(stage, folder, stage)) for stage in Stage]
         encoder, prefiller, decoder = ((engine.base_url,) for engine in engines)
         config = RouterConfig(encoders=encoder, prefillers=prefiller, decoders=decoder)
-        runner = make_runner(Router(config, time.monotonic), config)
+        runner = Runner(Router(config, time.monotonic).running, config)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()

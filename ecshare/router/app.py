@@ -14,7 +14,7 @@ from ecshare.router.fleet.discovery import FleetWatch, fixed
 from ecshare.router.fleet.engines import USUAL_BOUND, Engine, EnginePool
 from ecshare.router.fleet.models import ModelLists
 from ecshare.router.http.bodies import MemoryBudget, read_body
-from ecshare.router.http.connections import Answerer, Runner
+from ecshare.router.http.connections import Answerer
 from ecshare.router.http.context import Events, RequestContext, Subscriber
 from ecshare.router.http.dispatch import Dispatcher, Handler, Routes
 from ecshare.router.http.drain import RequestsInFlight
@@ -28,7 +28,6 @@ from ecshare.router.telemetry.pages import Ask, Pages, merged, shows_key
 from ecshare.router.telemetry.requests import AccessLog, RecentRequests
 from ecshare.router.types import Stage
 
-_SHUTDOWN_S = 5.0
 _NO_REPORTS: Mapping[Engine, bool] = {}
 _READERS = {**SPLIT, **PASSED_ON}
 
@@ -246,20 +245,9 @@ class Telemetry:
 
     def expect(self, routes: Iterable[str]) -> None:
         """Show the series of these routes from the start."""
-        for route in routes:
-            self._metrics.expect(route)
+        self._metrics.expect(routes)
 
     async def close(self) -> None:
         """Export what is left."""
         if self._spans is not None:
             await self._spans.close()
-
-
-def make_runner(router: Router, config: RouterConfig) -> Runner:
-    """Return the server; it does not listen yet."""
-    return Runner(
-        router.running,
-        config.client_timeout_s,
-        config.max_connections,
-        shutdown_timeout=_SHUTDOWN_S,
-    )

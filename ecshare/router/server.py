@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 from aiohttp import web
 
-from ecshare.router.app import Router, make_runner
-from ecshare.router.http.connections import fitting_connections, raise_open_files
+from ecshare.router.app import Router
+from ecshare.router.http.connections import Runner, fitting_connections, raise_open_files
 from ecshare.router.loop import relieve_collector, run
 from ecshare.router.options.config import RouterConfig, share_of
 from ecshare.router.siblings import Siblings
@@ -85,7 +85,7 @@ async def _until_told(
     stop, hurry = asyncio.Event(), asyncio.Event()
     listen_to_stop(lambda: (hurry if stop.is_set() else stop).set())
     router = Router(config, time.monotonic, siblings)
-    runner = make_runner(router, config)
+    runner = Runner(router.running, config)
     try:
         await runner.setup()
     except ConfigError as exc:

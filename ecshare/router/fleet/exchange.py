@@ -9,6 +9,8 @@ import asyncio
 import select
 import ssl
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from typing import cast
 
@@ -42,7 +44,6 @@ class Connections:
         # Since when each has been idle, the longest first.
         self._idle: dict[Origin, dict[_Connection, float]] = {}
         self._sweep_timer: asyncio.TimerHandle | None = None
-        self._tls: ssl.SSLContext | None = None
         self._is_closed = False
 
     def exchange(
@@ -124,11 +125,10 @@ class Connections:
         """Note that a connection has ended."""
         self._idle.get(connection.origin, {}).pop(connection, None)
 
+    @cached_property
     def tls(self) -> ssl.SSLContext:
-        """Return the settings of all https connections."""
-        if self._tls is None:
-            self._tls = ssl.create_default_context()
-        return self._tls
+        """The settings of all https connections."""
+        return ssl.create_default_context()
 
     def _sweep(self) -> None:
         """Close what has been idle for too long."""
@@ -146,36 +146,23 @@ class Connections:
             self._sweep_timer = loop.call_at(oldest_s + self._keep_idle_s, self._sweep)
 
 
+@dataclass(eq=False, slots=True)
 class Exchange:
     """One request and its answer. Close it in any case."""
 
-    __slots__ = (
-        "_connection",
-        "_connections",
-        "_limit_s",
-        "_reason",
-        "_request",
-        "_timer",
-        "_waiter",
-        "headers",
-        "is_over",
-        "status",
-    )
-
-    def __init__(self, connections: Connections, request: Request, limit_s: float | None) -> None:
-        self.status = 0
-        """0 until the head of the answer is there."""
-        self.headers: Mapping[str, str] = {}
-        """By lower-case names. The first one counts where a name is repeated."""
-        self._connections = connections
-        self._request: Request | None = request
-        self._limit_s = limit_s
-        self._timer: asyncio.TimerHandle | None = None
-        self._connection: _Connection | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._reason: BaseException | None = None
-        self.is_over = False
-        """Whether the body has been read to its end."""
+    _connections: Connections
+    _request: Request | None
+    _limit_s: float | None
+    status: int = 0
+    """0 until the head of the answer is there."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """By lower-case names. The first one counts where a name is repeated."""
+    is_over: bool = False
+    """Whether the body has been read to its end."""
+    _timer: asyncio.TimerHandle | None = None
+    _connection: "_Connection | None" = None
+    _waiter: asyncio.Future[None] | None = None
+    _reason: BaseException | None = None
 
     async def begin(self) -> None:
         """Send the request, and return when the head of the answer is there.
@@ -196,7 +183,7 @@ class Exchange:
             raise BrokenError("the exchange is closed")
         if self._limit_s is not None:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._limit_s, self._end_in_time)
+            self._timer = loop.call_later(self._limit_s, self.abort, TimeoutError())
         try:
             origin, head = request.head()
         except ValueError as exc:
@@ -262,9 +249,6 @@ class Exchange:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _end_in_time(self) -> None:
-        self.abort(TimeoutError())
-
     async def _wait(self) -> None:
         if self._reason is None:
             self._waiter = asyncio.get_running_loop().create_future()
@@ -293,7 +277,7 @@ class Exchange:
     async def _connected(self, origin: Origin) -> "_Connection":
         loop = asyncio.get_running_loop()
         connecting = loop.create_task(self._connect(origin))
-        connecting.add_done_callback(self._note_connected)
+        connecting.add_done_callback(lambda _: self.wake())
         timer = loop.call_later(self._connections.connect_timeout_s, connecting.cancel)
         try:
             while not connecting.done():
@@ -317,45 +301,28 @@ class Exchange:
             lambda: _Connection(connections, origin),
             origin.host,
             origin.port,
-            ssl=connections.tls() if origin.scheme == "https" else None,
+            ssl=connections.tls if origin.scheme == "https" else None,
         )
         return connection
 
-    def _note_connected(self, _: "asyncio.Task[_Connection]") -> None:
-        self.wake()
 
-
+@dataclass(eq=False, slots=True)
 class _Connection(asyncio.Protocol):
     """A connection. Serves one exchange at a time, or none while it is kept."""
 
-    __slots__ = (
-        "_connections",
-        "_exchange",
-        "_is_paused",
-        "_may_be_stale",
-        "_num_unsent",
-        "_poll",
-        "_transport",
-        "_unsent",
-        "answer",
-        "origin",
-        "went_stale",
-    )
-
-    _transport: asyncio.Transport
-    answer: Answer
-
-    def __init__(self, connections: Connections, origin: Origin) -> None:
-        self._connections = connections
-        self.origin = origin
-        self._exchange: Exchange | None = None
-        self._unsent: Iterator[bytes | memoryview] | None = None
-        self._num_unsent = 0
-        self._is_paused = False
-        self._may_be_stale = False
-        """Whether it had been kept, and has brought no byte since."""
-        self.went_stale = False
-        self._poll = select.poll()
+    _connections: Connections
+    origin: Origin
+    went_stale: bool = False
+    """Whether it had been kept, and ended before any byte."""
+    answer: Answer = field(init=False)
+    _transport: asyncio.Transport = field(init=False)
+    _exchange: Exchange | None = None
+    _unsent: Iterator[bytes | memoryview] | None = None
+    _num_unsent: int = 0
+    _is_paused: bool = False
+    _may_be_stale: bool = False
+    """Whether it had been kept, and has brought no byte since."""
+    _poll: select.poll = field(default_factory=select.poll)
 
     def send(self, exchange: Exchange, request: Request, head: bytes) -> None:
         """Send a request, as much of it as the connection takes now."""

@@ -116,20 +116,6 @@ class BrokenError(OSError):
 class Answer:
     """The parser of a connection, and the answer that it reads now."""
 
-    __slots__ = (
-        "_parser",
-        "_head_bytes",
-        "_num_headers",
-        "_ends_with_connection",
-        "_has_body",
-        "headers",
-        "is_complete",
-        "may_keep",
-        "num_unread",
-        "status",
-        "unread",
-    )
-
     def __init__(self) -> None:
         self._parser: HttpResponseParser | None = HttpResponseParser(self)
         self.unread: list[bytes] = []

@@ -15,11 +15,13 @@ from aiohttp.http_exceptions import LineTooLong
 
 from ecshare.router.api.errors import ApiError
 from ecshare.router.http.bodies import SLOWEST_BYTES_A_S
+from ecshare.router.options.config import RouterConfig
 
 logger = logging.getLogger(__name__)
 
 Answerer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
+_SHUTDOWN_S = 5.0
 _DESCRIPTORS_A_CLIENT = 4
 """Its own connection, one to an engine, one to a media server, and one in reserve: hundreds may be
 accepted before the first can be closed."""
@@ -58,23 +60,17 @@ class Runner(web.BaseRunner):
     """
 
     def __init__(
-        self,
-        running: Callable[[], AbstractAsyncContextManager[Answerer]],
-        client_timeout_s: float,
-        max_connections: int,
-        *,
-        shutdown_timeout: float,
+        self, running: Callable[[], AbstractAsyncContextManager[Answerer]], config: RouterConfig
     ) -> None:
         """`running` is entered by `setup`, and left by `cleanup`."""
-        super().__init__(shutdown_timeout=shutdown_timeout)
+        super().__init__(shutdown_timeout=_SHUTDOWN_S)
         self._running = running
-        self._client_timeout_s = client_timeout_s
-        self._max_connections = max_connections
+        self._config = config
         self._stack = AsyncExitStack()
 
     async def _make_server(self) -> web.Server:
         answer = await self._stack.enter_async_context(self._running())
-        return _Server(answer, self._client_timeout_s, self._max_connections)
+        return _Server(answer, self._config.client_timeout_s, self._config.max_connections)
 
     async def shutdown(self) -> None:
         """See the base class."""

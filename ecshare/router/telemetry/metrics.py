@@ -6,8 +6,8 @@ is read when somebody asks for the metrics. Labels have values of ours only, nev
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate, product
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -141,10 +141,10 @@ class RouterMetrics(Subscriber):
         self._call_begin_s.expect(stage)
         self._retries.expect(stage)
 
-    def expect(self, route: str) -> None:
-        """Show the series of a route from the start: a rate misses the rise of one that is late."""
-        for status in STATUS_CLASSES:
-            self._answers.expect(route, status)
+    def expect(self, routes: Iterable[str]) -> None:
+        """Show the series of these from the start: a rate misses the rise of one that is late."""
+        for labels in product(routes, STATUS_CLASSES):
+            self._answers.expect(*labels)
 
     def request_began(self, context: RequestContext) -> None:
         """See `Subscriber`."""

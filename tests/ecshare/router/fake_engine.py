@@ -16,9 +16,10 @@ from aiohttp.typedefs import Handler, Middleware
 
 from ecshare.router.api.chat import CHAT
 from ecshare.router.api.client_request import KV_PARAMS
-from ecshare.router.app import Router, make_runner
+from ecshare.router.app import Router
 from ecshare.router.fleet.engines import Engine, EnginePool
 from ecshare.router.fleet.health import Health
+from ecshare.router.http.connections import Runner
 from ecshare.router.options.config import RouterConfig
 from ecshare.router.options.values import Secret
 from ecshare.router.types import Stage
@@ -308,7 +309,7 @@ async def fleet(
             **{"status_key": Secret(STATUS_KEY.encode()), "balance": "load", **options},
         )
         router = Router(config, clock)
-        url = await stack.enter_async_context(listening_on(make_runner(router, config)))
+        url = await stack.enter_async_context(listening_on(Runner(router.running, config)))
         client = await stack.enter_async_context(
             aiohttp.ClientSession(headers={"Content-Type": "application/json"})
         )
