@@ -164,6 +164,15 @@ async def test_a_body_that_says_it_is_too_much_is_not_read() -> None:
         assert (await reader.readline()).startswith(b"HTTP/1.1 429 ")
 
 
+async def test_each_part_of_a_body_counts_besides_its_bytes() -> None:
+    async with fleet(0, 0) as f, connected(f.url, post(BODY)[: -len(BODY)]) as (reader, writer):
+        for number in range(1, len(BODY) + 1):
+            writer.write(BODY[number - 1 : number])
+            if number < len(BODY):
+                await until(lambda least=64 * number: f.router.known()["memory"] >= least)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+
+
 @pytest.mark.parametrize(("num_more", "status"), [(0, 200), (1, 413)])
 async def test_a_body_that_does_not_say_its_length_is_bounded(num_more: int, status: int) -> None:
     async def pieces() -> AsyncIterator[bytes]:
