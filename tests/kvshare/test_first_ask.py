@@ -98,7 +98,7 @@ def test_load_starts_before_the_forward_pass_of_its_step(
     """Else it could not end in a step that computes, and its request would wait for another one."""
     serve(start(store=place), PROMPT)
     engine = start(store=place, runner=runner)
-    # Long enough to last until the look-up has its answer, on a busy machine too.
+    # It lasts until the look-up has its answer, on a busy machine too: seconds.
     engine.add(make_request("busy", range(900, 905), 100))
     engine.step()
     done: list[str] = []
@@ -113,6 +113,7 @@ def test_load_starts_before_the_forward_pass_of_its_step(
     engine.add(make_request("r", PROMPT, 3))
     while "load" not in done:
         done.clear()
+        time.sleep(0.02)
         engine.step()
     assert done == ["load", "compute busy"]
     engine.run_out()

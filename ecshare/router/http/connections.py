@@ -229,8 +229,8 @@ class _Connection(web.RequestHandler):
 
 
 def _expect(message: Any, transport: asyncio.Transport | None) -> None:
-    """Tell a client that waits for 100 Continue to send its body. Of other expectations nothing
-    comes, as with vLLM.
+    """Tell a client that waits for 100 Continue to send its body. Other expectations count for
+    nothing, as with vLLM.
     """
     waits = message.headers[hdrs.EXPECT].lower() == "100-continue"
     if waits and message.version >= HttpVersion11 and transport is not None:

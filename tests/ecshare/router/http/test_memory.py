@@ -164,12 +164,18 @@ async def test_a_body_that_says_it_is_too_much_is_not_read() -> None:
         assert (await reader.readline()).startswith(b"HTTP/1.1 429 ")
 
 
-async def test_each_part_of_a_body_counts_besides_its_bytes() -> None:
-    async with fleet(0, 0) as f, connected(f.url, post(BODY)[: -len(BODY)]) as (reader, writer):
-        for number in range(1, len(BODY) + 1):
-            writer.write(BODY[number - 1 : number])
-            if number < len(BODY):
-                await until(lambda least=64 * number: f.router.known()["memory"] >= least)
+async def test_each_part_of_a_body_counts_besides_its_bytes(f: Fleet) -> None:
+    least = 0
+
+    def is_taken() -> bool:
+        return bool(f.router.known()["memory"] >= least)
+
+    async with connected(f.url, post(BODY)[: -len(BODY)]) as (reader, writer):
+        for at in range(len(BODY) - 1):
+            least += 1 + 64
+            writer.write(BODY[at : at + 1])
+            await until(is_taken)
+        writer.write(BODY[-1:])
         assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
 
 
