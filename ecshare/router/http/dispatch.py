@@ -85,7 +85,7 @@ class Dispatcher:
 
     def _begin(self, http: web.BaseRequest) -> RequestContext:
         own_id = request_id(http.headers)
-        path = http.rel_url.raw_path
+        path = http.rel_url.path_safe  # `/v1/%6dodels` is /v1/models, for vLLM too
         is_known = path in self._routes or path.removesuffix("/") in self._routes
         return RequestContext(
             http=http,

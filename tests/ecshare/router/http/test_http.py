@@ -323,6 +323,14 @@ async def test_a_slash_at_the_end_leads_to_the_path_without(f: Fleet) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "status"),
+    [(b"/%6cive", 200), (b"/%6cive/", 307), (b"/live%2f", 404), (b"/live%0a", 404)],
+)
+async def test_escapes_in_a_path_are_read(path: bytes, status: int, f: Fleet) -> None:
+    assert (await raw(f, get(path, CLOSE)))[0] == status
+
+
+@pytest.mark.parametrize(
     ("method", "path", "allowed"), [("GET", CHAT, "POST"), ("POST", "/v1/models", "GET,HEAD")]
 )
 async def test_405_says_what_is_allowed(method: str, path: str, allowed: str, f: Fleet) -> None:
