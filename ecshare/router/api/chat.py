@@ -25,7 +25,7 @@ _ALL_MEDIA_FIELDS = frozenset(MEDIA_FIELDS)
 _AUDIO_FORMAT = re.compile(r"[A-Za-z0-9.+-]{1,32}")
 
 
-def read_chat(body: bytes | bytearray, max_items: int) -> ClientRequest:
+def read_chat(body: bytes, max_items: int) -> ClientRequest:
     """Parse and check the body of a chat completion.
 
     Raises:

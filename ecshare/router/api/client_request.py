@@ -205,7 +205,7 @@ def too_deep() -> ApiError:
     return ApiError(400, "The body is nested too deeply.")
 
 
-def parse_request(body: bytes | bytearray) -> Request:
+def parse_request(body: bytes) -> Request:
     """Return the JSON object of a client, with the fields checked that all endpoints have.
 
     Raises:

@@ -31,7 +31,7 @@ from ecshare.router.api.client_request import (
     refusal,
 )
 
-Reader = Callable[[bytes | bytearray, int], ClientRequest]
+Reader = Callable[[bytes, int], ClientRequest]
 """Parses and checks a body of at most so many media items.
 
 Raises ApiError if the body is malformed; it names the field at fault.
@@ -79,7 +79,7 @@ COMPLETIONS_ENDPOINT = Endpoint(
 )
 
 
-def read_completion(body: bytes | bytearray, max_items: int) -> ClientRequest:
+def read_completion(body: bytes, max_items: int) -> ClientRequest:
     """Read a completion of a text, of token ids, or of a list of either."""
     request = parse_request(body)
     prompt = request.get("prompt")
@@ -91,7 +91,7 @@ def read_completion(body: bytes | bytearray, max_items: int) -> ClientRequest:
 # --- OpenAI's Responses API ---
 
 
-def read_responses(body: bytes | bytearray, max_items: int) -> ClientRequest:
+def read_responses(body: bytes, max_items: int) -> ClientRequest:
     """Read a request for a response."""
     request = parse_request(body)
     for name in _NOT_KEPT:
@@ -122,7 +122,7 @@ RESPONSES_ENDPOINT = Endpoint(
 # --- Anthropic's Messages API ---
 
 
-def read_messages(body: bytes | bytearray, max_items: int) -> ClientRequest:
+def read_messages(body: bytes, max_items: int) -> ClientRequest:
     """Read a request of Anthropic's Messages API."""
     request = parse_request(body)
     items = (
@@ -192,14 +192,14 @@ SPLIT: dict[str, Reader] = {
 _COUNT_TOKENS_ENDPOINT = replace(MESSAGES_ENDPOINT, path="/v1/messages/count_tokens")
 
 
-def _read_count_tokens(body: bytes | bytearray, max_items: int) -> ClientRequest:
+def _read_count_tokens(body: bytes, max_items: int) -> ClientRequest:
     return replace(read_messages(body, max_items), endpoint=_COUNT_TOKENS_ENDPOINT)
 
 
 def _passed_on(path: str) -> Reader:
     endpoint = Endpoint(path=path, prompt="messages", with_bytes=part_with_bytes)
 
-    def read(body: bytes | bytearray, max_items: int) -> ClientRequest:
+    def read(body: bytes, max_items: int) -> ClientRequest:
         request = parse_request(body)
         return client_request(request, _media_anywhere(request), endpoint, max_items)
 

@@ -183,7 +183,7 @@ class Exchange:
             raise BrokenError("the exchange is closed")
         if self._limit_s is not None:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._limit_s, self.abort, TimeoutError())
+            self._timer = loop.call_later(self._limit_s, lambda: self.abort(TimeoutError()))
         try:
             origin, head = request.head()
         except ValueError as exc:
