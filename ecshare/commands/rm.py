@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ecshare rm`: removes namespaces, models, tenants or media items from a store, now."""
 
-import hashlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from ecshare.commands.selecting import not_found, print_found, read_selection, s
 from ecshare.doctor.findings import printable, readable_size
 from ecshare.doctor.targets import Target
 from ecshare.store.errors import ConfigError, StoreError
-from ecshare.store.keys import Kind
+from ecshare.store.keys import Kind, media_digest
 from ecshare.upkeep.removal import MOST_EMBEDDINGS, Removal, embedding_ids
 from ecshare.upkeep.selection import Selection
 
@@ -108,7 +107,7 @@ def names_of_file(path: str) -> list[str]:
     Raises:
         ConfigError: it cannot be read.
     """
-    digests = [hashlib.sha256(modality.encode() + b"\0") for modality in _MODALITIES]
+    digests = [media_digest(modality) for modality in _MODALITIES]
     try:
         with Path(path).open("rb") as file:
             while piece := file.read(_READ_BYTES):

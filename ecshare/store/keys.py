@@ -20,6 +20,8 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import Any
 
+from blake3 import blake3
+
 JSON = Any  # None, bool, int, float, str, and lists and string-keyed dicts of them
 
 FORMAT_VERSION = 2
@@ -88,6 +90,13 @@ def object_key(kind: Kind, namespace: str, name: str | bytes, part: str = "") ->
     digest = hashlib.sha256(raw).hexdigest()
     suffix = f".{part}" if part else ""
     return Key(f"{_space(kind, namespace)}/{digest[:2]}/{digest}{suffix}")
+
+
+def media_digest(modality: str) -> blake3:
+    """Return the digest that is an item's uuid behind the router, once its bytes are added: BLAKE3
+    of its modality, NUL and the bytes, in hex.
+    """
+    return blake3(modality.encode() + b"\0")
 
 
 def gap_key(key: Key) -> Key:

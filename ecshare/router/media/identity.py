@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The identity of a media item: a digest of its bytes. Pure."""
 
-import hashlib
 from collections.abc import Iterator
 
 import pybase64
+from blake3 import blake3
 
 from ecshare.router.http.bodies import Blobs
+from ecshare.store.keys import media_digest
 
 _HASHED_AT_ONCE = 256 * 1024  # base64; whole groups of four
 
@@ -23,7 +24,7 @@ def inline_url(base64: str) -> str:
 
 
 def identity(modality: str, url: str, blobs: Blobs | None = None) -> str:
-    """Return an item's uuid: the hex SHA-256 of its modality, NUL and the bytes in its data: url.
+    """Return an item's uuid: `media_digest` of the bytes in its data: url.
 
     `blobs` holds the long texts of the url. Any thread may call. The url is read as vLLM reads it.
 
@@ -35,17 +36,17 @@ def identity(modality: str, url: str, blobs: Blobs | None = None) -> str:
     media_type, semicolon, encoding = head.rpartition(";")
     if not comma or not semicolon or encoding != "base64":
         raise ValueError("A data: url must read data:TYPE;base64,DATA.")
-    digest = hashlib.sha256(modality.encode() + b"\0")
+    digest = media_digest(modality)
     if modality == "video" and media_type.partition(";")[0].lower() == "video/jpeg":
         # Pictures joined by commas: the boundaries between them are part of the content.
         digest.update(b"video/jpeg\0")
         for frame in text.split(","):
-            digest.update(_hashed(frame, hashlib.sha256(), blobs).digest())
+            digest.update(_hashed(frame, blake3(), blobs).digest())
         return digest.hexdigest()
     return _hashed(text, digest, blobs).hexdigest()
 
 
-def _hashed(text: str, digest: "hashlib._Hash", blobs: Blobs) -> "hashlib._Hash":
+def _hashed(text: str, digest: blake3, blobs: Blobs) -> blake3:
     """Add the decoded base64 to `digest`, and return it.
 
     Raises:

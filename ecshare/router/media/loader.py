@@ -23,7 +23,7 @@ from ecshare.router.options.config import RouterConfig
 from ecshare.router.reuse import BoundedCache, SingleFlight
 from ecshare.store.threads import gather_all
 
-_HASHED_ON_THE_LOOP = 512 * 1024
+_HASHED_ON_THE_LOOP = 1024 * 1024
 """The characters of a url that are hashed at once, in less than half a millisecond. A thread would
 cost more: it waits for Python's lock up to 5 ms each time."""
 _MAX_KNOWN_URLS = 100_000
