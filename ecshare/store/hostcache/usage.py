@@ -9,7 +9,8 @@ number in the file is the sum of the bytes of all these changes.
 
 A HostLock is a `flock` on a small file. The kernel releases it when its holder ends, in every case.
 But a holder may also be stopped, by a debugger, a frozen container or a dead disk. Then each other
-process waits once, and adds and removes no entries until the holder goes on.
+process waits once, and adds and removes no entries until the holder goes on. Holders that go on
+change the file: many of them may keep a busy host waiting for longer, and none is stopped.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ import os
 import secrets
 import stat
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,11 +55,8 @@ class Usage:
         Raises:
             OSError: the file cannot be used.
         """
-        fd = self._lock.take()
-        try:
+        with self._lock.held() as fd:
             yield UsageCounter(fd)
-        finally:
-            unlock_and_close(fd)
 
     def create(self, num_bytes: int) -> tuple[str, int] | None:
         """Make a temporary file of `num_bytes`, count it, and lock it (shared).
@@ -159,32 +158,69 @@ class UsageCounter:
 class HostLock:
     """The exclusive lock of the file `path`, which is made if necessary.
 
-    Safe from several threads and processes.
+    Safe from several threads and processes. The threads of a process take turns, so that one of
+    them looks at the file's lock, again and again, and not all.
 
     Raises:
         OSError: the file cannot be used (every method).
     """
 
     def __init__(self, path: str, patience_s: float) -> None:
-        """Take no lock yet. `patience_s`: no process holds it so long, unless it was stopped."""
+        """Take no lock yet. `patience_s`: if nothing changes for so long, a holder was stopped."""
         self._path = path
         self._patience_s = patience_s
         self._is_stuck = False
+        self._turn = threading.Lock()
+        self._num_turns = 0
 
-    def take(self) -> int:
-        """Wait for the lock; return the open file, which the caller gives to `unlock_and_close`.
+    @contextlib.contextmanager
+    def held(self) -> Iterator[int]:
+        """Wait for the lock, and hold it in the block, which gets the open file.
 
         Raises:
             TimeoutError: its holder was stopped. The next call does not wait again for that one.
         """
-        until_s = time.monotonic() + (0 if self._is_stuck else self._patience_s)
+        self._await_turn()
+        try:
+            self._num_turns += 1
+            fd = self.attempt()
+            if fd is None:
+                fd = self._awaited()
+            self._is_stuck = False
+            try:
+                yield fd
+            finally:
+                unlock_and_close(fd)
+        finally:
+            self._turn.release()
+
+    def _await_turn(self) -> None:
+        num_turns = self._num_turns
+        while not self._turn.acquire(timeout=self._wait_s()):
+            if self._num_turns == num_turns:
+                raise self._stopped()
+            num_turns = self._num_turns
+
+    def _awaited(self) -> int:
+        changed_ns, until_s = self._changed_ns(), time.monotonic() + self._wait_s()
         while (fd := self.attempt()) is None:
             if time.monotonic() > until_s:
-                self._is_stuck = True
-                raise TimeoutError(errno.ETIMEDOUT, "a stopped process holds it", self._path)
+                before_ns, changed_ns = changed_ns, self._changed_ns()
+                if changed_ns == before_ns:
+                    raise self._stopped()
+                until_s = time.monotonic() + self._wait_s()
             time.sleep(_LOCK_PAUSE_S)
-        self._is_stuck = False
         return fd
+
+    def _wait_s(self) -> float:
+        return 0.0 if self._is_stuck else self._patience_s
+
+    def _stopped(self) -> TimeoutError:
+        self._is_stuck = True
+        return TimeoutError(errno.ETIMEDOUT, "a stopped process holds it", self._path)
+
+    def _changed_ns(self) -> int:
+        return os.stat(self._path, follow_symlinks=False).st_mtime_ns
 
     def attempt(self) -> int | None:
         """Take the lock without waiting, and return the open file. None: it is locked already."""

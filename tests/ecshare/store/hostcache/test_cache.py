@@ -18,7 +18,7 @@ import pytest
 
 from ecshare.store.hostcache import eviction, usage
 from ecshare.store.hostcache.cache import Entry, HostCache
-from ecshare.store.hostcache.usage import HostLock, Usage, unlock_and_close
+from ecshare.store.hostcache.usage import HostLock, Usage
 from ecshare.store.keys import Key, Kind, object_key
 from tests.ecshare.store.hostcache.evictions import evicted
 from tests.waiting import wait_until
@@ -459,11 +459,8 @@ def test_publish_evicts_itself_if_another_evictor_takes_too_long(
     monkeypatch.setattr(eviction, "ROOM_WAIT_S", 0.0)
     for n in range(10):
         put(cache, n)
-    turn = HostLock(f"{cache.root}/.evicting", 60.0).take()
-    try:
+    with HostLock(f"{cache.root}/.evicting", 60.0).held():
         put(cache, 10)
-    finally:
-        unlock_and_close(turn)
     assert held(cache) == set(range(1, 11))
     assert used_bytes(cache) == 100 * KIB
 
