@@ -17,12 +17,11 @@ from ecshare.commands.selecting import not_found, print_found, read_selection, s
 from ecshare.doctor.findings import printable, readable_size
 from ecshare.doctor.targets import Target
 from ecshare.store.errors import ConfigError, StoreError
-from ecshare.store.keys import Kind, media_digest
+from ecshare.store.keys import MEDIA_DIGESTS, Kind
 from ecshare.upkeep.removal import MOST_EMBEDDINGS, Removal, embedding_ids
 from ecshare.upkeep.selection import Selection
 
 _MOST_ITEMS = 64
-_MODALITIES = ("image", "audio", "video")
 _READ_BYTES = 1 << 20
 
 NOT_REACHED = (
@@ -107,7 +106,7 @@ def names_of_file(path: str) -> list[str]:
     Raises:
         ConfigError: it cannot be read.
     """
-    digests = [media_digest(modality) for modality in _MODALITIES]
+    digests = [each.copy() for each in MEDIA_DIGESTS.values()]
     try:
         with Path(path).open("rb") as file:
             while piece := file.read(_READ_BYTES):

@@ -63,6 +63,10 @@ class Key(str):
         return super().__new__(cls, text)
 
 
+MEDIA_DIGESTS = {name: blake3(name.encode() + b"\0") for name in ("image", "audio", "video")}
+"""How digests of media begin, by modality; to be copied. An item's uuid behind the router is the
+BLAKE3, in hex, of its modality, NUL and its bytes."""
+
 PROBE_KEY = Key("probe/object")
 """An object with which writers test whether the store accepts writes."""
 
@@ -90,13 +94,6 @@ def object_key(kind: Kind, namespace: str, name: str | bytes, part: str = "") ->
     digest = hashlib.sha256(raw).hexdigest()
     suffix = f".{part}" if part else ""
     return Key(f"{_space(kind, namespace)}/{digest[:2]}/{digest}{suffix}")
-
-
-def media_digest(modality: str) -> blake3:
-    """Return the digest that is an item's uuid behind the router, once its bytes are added: BLAKE3
-    of its modality, NUL and the bytes, in hex.
-    """
-    return blake3(modality.encode() + b"\0")
 
 
 def gap_key(key: Key) -> Key:

@@ -7,7 +7,7 @@ import pybase64
 from blake3 import blake3
 
 from ecshare.router.http.bodies import Blobs
-from ecshare.store.keys import media_digest
+from ecshare.store.keys import MEDIA_DIGESTS
 
 _HASHED_AT_ONCE = 256 * 1024  # base64; whole groups of four
 
@@ -24,7 +24,7 @@ def inline_url(base64: str) -> str:
 
 
 def identity(modality: str, url: str, blobs: Blobs | None = None) -> str:
-    """Return an item's uuid: `media_digest` of the bytes in its data: url.
+    """Return an item's uuid, which `MEDIA_DIGESTS` describes, by the bytes in its data: url.
 
     `blobs` holds the long texts of the url. Any thread may call. The url is read as vLLM reads it.
 
@@ -36,7 +36,7 @@ def identity(modality: str, url: str, blobs: Blobs | None = None) -> str:
     media_type, semicolon, encoding = head.rpartition(";")
     if not comma or not semicolon or encoding != "base64":
         raise ValueError("A data: url must read data:TYPE;base64,DATA.")
-    digest = media_digest(modality)
+    digest = MEDIA_DIGESTS[modality].copy()
     if modality == "video" and media_type.partition(";")[0].lower() == "video/jpeg":
         # Pictures joined by commas: the boundaries between them are part of the content.
         digest.update(b"video/jpeg\0")
